@@ -1,0 +1,116 @@
+"""The settings of a deployment: what `args` of a serve YAML may hold. Validated once, frozen."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class ConfigError(ValueError):
+    """A setting that can't work. The message names the field, the value and what would be right."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PipelineSettings(_Section):
+    """The stages and the graph that joins them."""
+
+    graph: Literal["ray", "local"] = Field(
+        "ray",
+        description="`ray`: an actor for each stage and one for the PDM, joined by a compiled "
+        "graph. `local`: the same stages as threads of one process.",
+    )
+    stages: int = Field(2, ge=1, le=64, description="Number of pipeline stages, n.")
+    layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        None,
+        description="Decoder layers of each stage, e.g. [18, 12]. Unset: balanced by cost, the "
+        "last stage carrying the head.",
+    )
+    slots: int = Field(4, ge=1, le=256, description="Sequences that run at once.")
+    max_len: int = Field(2048, ge=2, description="Positions of a slot: prompt and answer.")
+    chunk: int = Field(128, ge=1, description="Prompt tokens that enter stage 0 in one cycle.")
+    threads: int = Field(1, ge=1, description="Torch threads of each actor.")
+    cpus_per_actor: float = Field(
+        0.2,
+        gt=0,
+        description="CPUs that Ray reserves for an actor. A reservation, not a limit: small, so "
+        "that a pipeline fits a laptop.",
+    )
+    cycle_timeout_s: float = Field(
+        60.0, gt=0, description="A cycle that takes longer means a hung actor: the replica fails."
+    )
+
+    @model_validator(mode="after")
+    def _layers_match_stages(self) -> Self:
+        if self.layers is not None and len(self.layers) != self.stages:
+            raise ValueError(
+                f"layers has {len(self.layers)} entries for {self.stages} stages; give one "
+                "number of layers for each stage"
+            )
+        return self
+
+
+class DrafterSettings(_Section):
+    """Who proposes the next token."""
+
+    kind: Literal["lookup+pdm", "pdm", "lookup", "off"] = Field(
+        "lookup+pdm",
+        description="`lookup`: the continuation of the text's last match with its own ending. "
+        "`pdm`: the Pipeline Draft Module. `lookup+pdm`: lookup where it has a match. "
+        "`off`: plain pipeline decoding, the baseline.",
+    )
+    checkpoint: str | None = Field(
+        None, description="Folder of a PDM checkpoint. Unset: an untrained PDM made from the target."
+    )
+    lookup_min_match: int = Field(2, ge=1, description="Tokens that a lookup match has at least.")
+
+    @property
+    def uses_pdm(self) -> bool:
+        return self.kind in ("pdm", "lookup+pdm")
+
+    @property
+    def uses_lookup(self) -> bool:
+        return self.kind in ("lookup", "lookup+pdm")
+
+
+class Settings(_Section):
+    """One deployment: a model, its pipeline and its drafter."""
+
+    model: str = Field(
+        DEFAULT_MODEL,
+        min_length=1,
+        description=f"`{DEFAULT_MODEL}`, a Hugging Face folder, or a hub id.",
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="The name that clients ask for. Unset: as `model`."
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where stages and PDM run.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Precision of the weights and of the arithmetic."
+    )
+    pipeline: PipelineSettings = PipelineSettings()
+    drafter: DrafterSettings = DrafterSettings()
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or self.model
+
+    @property
+    def runs_pdm(self) -> bool:
+        """At one stage no draft is ever in flight: speculation is off."""
+        return self.drafter.uses_pdm and self.pipeline.stages > 1
+
+
+def parse_settings(args: dict[str, Any]) -> Settings:
+    """Validates the `args` of a serve YAML. Raises ConfigError naming each field that is wrong."""
+    try:
+        return Settings.model_validate(args)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(str(part) for part in e['loc']) or 'args'}: {e['msg']} (got {e['input']!r})"
+            for e in error.errors()
+        ]
+        raise ConfigError("The settings can't be used:\n" + "\n".join(lines)) from None
