@@ -63,7 +63,8 @@ class DrafterSettings(_Section):
         "`off`: plain pipeline decoding, the baseline.",
     )
     checkpoint: str | None = Field(
-        None, description="Folder of a PDM checkpoint. Unset: an untrained PDM made from the target."
+        None,
+        description="Folder of a PDM checkpoint. Unset: an untrained PDM made from the target.",
     )
     lookup_min_match: int = Field(2, ge=1, description="Tokens that a lookup match has at least.")
 

@@ -1,0 +1,167 @@
+"""The thread that runs the pipeline, cycle by cycle, and hands every token to its request."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from service.engine.recorder import Recorder
+from service.engine.scheduler import Scheduler
+from service.engine.sequence import Sequence, Sink
+from service.messages import CycleResult, Delta, Failure, GenerateRequest
+from service.pipeline.graph import Graph, GraphError
+
+log = logging.getLogger(__name__)
+
+Command = Callable[[], None]
+
+
+class Engine:
+    """Owns scheduler and graph. Other threads reach them only by commands, which the engine's
+    thread carries out between two cycles."""
+
+    def __init__(
+        self, make_graph: Callable[[], Graph], scheduler: Scheduler, recorder: Recorder
+    ) -> None:
+        """`make_graph` is called in the engine's thread, where a compiled graph must be made, run
+        and closed. Waits until it is there; raises what it raises."""
+        self._make_graph, self._scheduler, self._recorder = make_graph, scheduler, recorder
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._clocks: dict[str, RequestClock] = {}
+        self._running = True
+        self.failure: str | None = None
+        self.draft_error: str | None = None
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="spd-engine", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    # --- called from other threads ----------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queues a request. `sink` gets its events in the engine's thread and must not block."""
+        arrived = time.perf_counter()
+        self._commands.put(lambda: self._add(request, sink, arrived))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before the next cycle; no event follows. Unknown ids are fine."""
+        self._commands.put(lambda: self._abort(request_id))
+
+    def close(self) -> None:
+        """Ends the thread after the running cycle, and the graph with it."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self.failure is None and self._thread.is_alive()
+
+    # --- the engine's thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            graph = self._make_graph()
+        except BaseException as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        try:
+            while self._running:
+                self._cycle(graph)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            graph.close()
+        while self._running:  # requests that come before a failed replica is replaced
+            self._commands.get()()
+
+    def _cycle(self, graph: Graph) -> None:
+        """One cycle of the machine: hear commands, plan, run, hand out tokens."""
+        self._hear_commands()
+        plan = self._scheduler.plan()
+        if plan is None:
+            self._commands.get()()  # nothing to do until somebody says something
+            return
+        result = graph.run(plan)
+        for sequence, delta in self._scheduler.apply(result):
+            self._deliver(sequence, delta)
+        self._record(result)
+
+    def _hear_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                return
+            command()
+
+    def _add(self, request: GenerateRequest, sink: Sink, arrived: float) -> None:
+        if self.failure is not None:
+            sink(Failure(self.failure))
+            return
+        try:
+            self._scheduler.add(request, sink)
+        except ValueError as error:
+            sink(Failure(str(error)))
+            return
+        self._clocks[request.request_id] = RequestClock(arrived)
+        self._recorder.request_started(len(request.prompt_ids))
+
+    def _abort(self, request_id: str) -> None:
+        if self._scheduler.abort(request_id):
+            clock = self._clocks.pop(request_id)
+            self._recorder.request_finished("abort", time.perf_counter() - clock.arrived)
+
+    def _stop(self) -> None:
+        self._running = False
+        self._drop_all("the server is shutting down")
+
+    def _deliver(self, sequence: Sequence, delta: Delta) -> None:
+        sequence.sink(delta)
+        request_id, now = sequence.request.request_id, time.perf_counter()
+        clock = self._clocks[request_id]
+        if clock.last_token is None:
+            self._recorder.first_token(now - clock.arrived)
+        else:
+            self._recorder.token(now - clock.last_token)
+        clock.last_token = now
+        if delta.finish_reason is not None:
+            del self._clocks[request_id]
+            self._recorder.request_finished(delta.finish_reason, now - clock.arrived)
+
+    def _record(self, result: CycleResult) -> None:
+        self._recorder.cycle(result, self._scheduler.running, self._scheduler.waiting)
+        error = result.drafter.error if result.drafter else None
+        if error != self.draft_error:
+            log.warning("speculation: %s", error or "works again")
+            self.draft_error = error
+
+    def _fail(self, error: Exception) -> None:
+        """The pipeline is of no use any more: every stream is told, and none can start."""
+        if not isinstance(error, GraphError):
+            log.exception("the engine failed")
+        self.failure = str(error)
+        log.error("the pipeline has failed: %s", self.failure)
+        self._drop_all(f"the pipeline has failed: {self.failure}")
+
+    def _drop_all(self, message: str) -> None:
+        for sink in self._scheduler.drop_all():
+            sink(Failure(message))
+        for clock in self._clocks.values():
+            self._recorder.request_finished("error", time.perf_counter() - clock.arrived)
+        self._clocks.clear()
+
+
+class RequestClock:
+    """When a request came and when its last token went, in seconds of `time.perf_counter`."""
+
+    __slots__ = ("arrived", "last_token")
+
+    def __init__(self, arrived: float) -> None:
+        self.arrived = arrived
+        self.last_token: float | None = None

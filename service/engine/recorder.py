@@ -1,0 +1,41 @@
+"""What the engine tells whoever measures it. The engine itself knows no metrics library."""
+
+from typing import Literal, Protocol
+
+from service.messages import CycleResult, FinishReason
+
+Outcome = FinishReason | Literal["abort", "error"]
+
+
+class Recorder(Protocol):
+    """Called from the engine's thread only: each call should cost microseconds and never fail."""
+
+    def cycle(self, result: CycleResult, running: int, waiting: int) -> None:
+        """A cycle is over, and left so many requests in slots and in the queue. Its verdicts count
+        as drafts, accepted drafts and flushes."""
+
+    def request_started(self, prompt_tokens: int) -> None:
+        """A request has left the queue for a slot."""
+
+    def first_token(self, seconds: float) -> None:
+        """A request has its first token, so long after it arrived."""
+
+    def token(self, gap_seconds: float) -> None:
+        """A request has a further token, so long after the one before."""
+
+    def request_finished(self, reason: Outcome, e2e_seconds: float) -> None:
+        """A request is over, for whatever reason, so long after it arrived."""
+
+
+class NullRecorder:
+    """Measures nothing."""
+
+    def cycle(self, result: CycleResult, running: int, waiting: int) -> None: ...
+
+    def request_started(self, prompt_tokens: int) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def token(self, gap_seconds: float) -> None: ...
+
+    def request_finished(self, reason: Outcome, e2e_seconds: float) -> None: ...

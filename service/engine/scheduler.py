@@ -1,0 +1,233 @@
+"""Decides everything about a cycle: what enters, what is verified, what is void, who is finished.
+
+Pure Python, without threads, clocks, torch or Ray. A cycle is `plan()`, its execution by a graph,
+and `apply(result)`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from service.engine.lookup import Proposer
+from service.engine.sequence import Sequence, Sink, Text
+from service.messages import (
+    CyclePlan,
+    CycleResult,
+    Delta,
+    DraftOrder,
+    FinishReason,
+    GenerateRequest,
+    Proposal,
+    Rows,
+    Verdict,
+    Verify,
+)
+
+
+class Scheduler:
+    """Slots, the sequences in them, and those that wait for one."""
+
+    def __init__(
+        self,
+        *,
+        stages: int,
+        slots: int,
+        max_len: int,
+        chunk: int,
+        eos_ids: frozenset[int],
+        new_text: Callable[[GenerateRequest], Text],
+        proposer: Proposer | None = None,
+        uses_pdm: bool = False,
+    ) -> None:
+        """`proposer` goes first, the PDM drafts where it has nothing. With one stage there is
+        nothing to fill, and neither is asked."""
+        self._stages, self._max_len, self._chunk = stages, max_len, chunk
+        self._eos_ids, self._new_text = eos_ids, new_text
+        self._proposer = proposer if stages > 1 else None
+        self._uses_pdm = uses_pdm and stages > 1
+        self._free = list(range(slots - 1, -1, -1))
+        self._waiting: deque[tuple[GenerateRequest, Sink]] = deque()
+        self._running: dict[str, Sequence] = {}  # by request id, oldest first
+        self._cycle = 0
+        self._prompt_budget = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queues a request, whose prompt has 1 to max_len - 1 tokens. Its events go to `sink`."""
+        if not 0 < len(request.prompt_ids) < self._max_len:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_ids)} tokens does not fit a slot of "
+                f"{self._max_len} positions"
+            )
+        self._waiting.append((request, sink))
+
+    def abort(self, request_id: str) -> bool:
+        """Forgets a request; its slot is free for the next plan. Says whether it was known."""
+        sequence = self._running.get(request_id)
+        if sequence is not None:
+            self._release(sequence)
+            return True
+        left = deque(w for w in self._waiting if w[0].request_id != request_id)
+        known = len(left) < len(self._waiting)
+        self._waiting = left
+        return known
+
+    def drop_all(self) -> list[Sink]:
+        """Forgets all requests and returns their sinks: the pipeline has failed."""
+        sinks = [s.sink for s in self._running.values()] + [sink for _, sink in self._waiting]
+        for sequence in list(self._running.values()):
+            self._release(sequence)
+        self._waiting.clear()
+        return sinks
+
+    # --- planning -------------------------------------------------------------------------------
+
+    def plan(self) -> CyclePlan | None:
+        """The next cycle, or None when there is nothing to do."""
+        self._admit()
+        if not self._running:
+            return None
+        self._cycle += 1
+        self._prompt_budget = self._chunk
+        sequences = list(self._running.values())
+        for sequence in sequences:
+            sequence.rows = [self._enter(sequence), *sequence.rows[:-1]]
+            if sequence.entered > sequence.prompt_length:
+                sequence.cycles += 1
+        stages = tuple(
+            tuple(r for s in sequences if (r := s.rows[k]) is not None) for k in range(self._stages)
+        )
+        return CyclePlan(
+            cycle=self._cycle,
+            stages=stages,
+            tokens=tuple(self._tokens(s) for s in sequences if s.rows[0] is not None),
+            verify=tuple(v for s in sequences if (v := self._verification(s)) is not None),
+            drafts=tuple(d for s in sequences if (d := self._draft_order(s)) is not None),
+        )
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            request, sink = self._waiting.popleft()
+            limit = min(len(request.prompt_ids) + request.max_tokens, self._max_len)
+            self._running[request.request_id] = Sequence(
+                request=request,
+                sink=sink,
+                text=self._new_text(request),
+                slot=self._free.pop(),
+                limit=limit,
+                rows=[None] * self._stages,
+                tokens=list(request.prompt_ids),
+            )
+
+    def _enter(self, s: Sequence) -> Rows | None:
+        """The rows of a sequence that enter stage 0 now."""
+        start = s.entered
+        if s.in_prompt:
+            count = min(s.prompt_length - start, self._prompt_budget)
+            self._prompt_budget -= count
+        else:
+            count = 1 if self._has_token(s) else 0
+        if count == 0:
+            return None
+        s.entered += count
+        return Rows(s.slot, start, count)
+
+    def _has_token(self, s: Sequence) -> bool:
+        """Whether there is a token for the position `entered`, certain or proposed (it is then
+        ahead). A token after which nothing is generated need not enter; and drafting starts behind
+        the first generated token, which is the prompt's own result."""
+        if s.entered >= s.limit - 1:
+            return False
+        if s.entered == s.end > s.prompt_length and (proposal := self._proposal(s)) is not None:
+            s.ahead.append(proposal)
+        return s.entered < s.end
+
+    def _proposal(self, s: Sequence) -> Proposal | None:
+        """The proposer's token, else the PDM's. Whether the proposer overrides does not depend on
+        what the PDM drew: else the accepted tokens would not have the target's distribution."""
+        draft, s.draft = s.draft, None
+        if self._proposer is not None:
+            token = self._proposer([*s.tokens, *(p.token for p in s.ahead)])
+            if token is not None:
+                return Proposal(token, "point")
+        return draft
+
+    def _tokens(self, s: Sequence) -> tuple[int, ...]:
+        """The token ids of the rows that enter stage 0."""
+        rows = s.rows[0]
+        assert rows is not None
+        if rows.start < len(s.tokens):
+            return tuple(s.tokens[rows.start : rows.start + rows.count])
+        return (s.ahead[rows.start - len(s.tokens)].token,)
+
+    def _verification(self, s: Sequence) -> Verify | None:
+        """Due when the row before the first uncertain position is in the last stage."""
+        rows, position = s.rows[-1], len(s.tokens)
+        if rows is None or rows.start + rows.count != position:
+            return None
+        return Verify(s.slot, position, s.request.sampling, s.ahead[0] if s.ahead else None)
+
+    def _draft_order(self, s: Sequence) -> DraftOrder | None:
+        """A draft is wanted behind a generated token that enters, if it could enter itself."""
+        rows = s.rows[0]
+        if not self._uses_pdm or rows is None or rows.start < s.prompt_length:
+            return None
+        if s.entered >= s.limit - 1:
+            return None
+        return DraftOrder(s.slot, s.entered, s.request.sampling)
+
+    # --- results --------------------------------------------------------------------------------
+
+    def apply(self, result: CycleResult) -> list[tuple[Sequence, Delta]]:
+        """Takes the verdicts and drafts of the cycle planned last; returns the tokens that are now
+        certain, with the sequences they belong to."""
+        by_slot = {s.slot: s for s in self._running.values()}
+        emitted = []
+        for verdict in result.stages[-1].verdicts:
+            sequence = by_slot[verdict.slot]
+            emitted.append((sequence, self._take(sequence, verdict)))
+        for draft in result.drafter.drafts if result.drafter else ():
+            sequence = by_slot[draft.slot]
+            if draft.position == sequence.entered == sequence.end:  # else void: a flush came first
+                sequence.draft = draft.proposal
+        return emitted
+
+    def _take(self, s: Sequence, verdict: Verdict) -> Delta:
+        """One more certain token. If it is not the proposed one, all behind it is void."""
+        assert verdict.position == len(s.tokens)
+        s.tokens.append(verdict.token)
+        s.decoded += verdict.position > s.prompt_length
+        if s.ahead:
+            s.drafted += 1
+            if s.ahead.popleft().token == verdict.token:
+                s.accepted += 1
+            else:
+                s.flush()
+                s.entered = verdict.position
+        return self._delta(s, verdict.token)
+
+    def _delta(self, s: Sequence, token: int) -> Delta:
+        reason: FinishReason | None = None
+        if token in self._eos_ids:
+            text, reason = s.text.finish(), "stop"
+        else:
+            text, stopped = s.text.push(token)
+            if stopped:
+                reason = "stop"
+            elif len(s.tokens) == s.limit:
+                text, reason = text + s.text.finish(), "length"
+        if reason is None:
+            return Delta(token, text)
+        self._release(s)
+        return Delta(token, text, reason, s.stats())
+
+    def _release(self, s: Sequence) -> None:
+        """Its rows in flight are in no further plan, so the slot can be given away at once."""
+        del self._running[s.request.request_id]
+        self._free.append(s.slot)

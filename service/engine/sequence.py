@@ -1,0 +1,68 @@
+"""The state of one running request. All of it is here; the scheduler moves it."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from service.messages import Event, GenerateRequest, Proposal, RequestStats, Rows
+
+Sink = Callable[[Event], None]
+
+
+class Text(Protocol):
+    """Token ids to text, see `service.text.stream.TextStream`."""
+
+    def push(self, token_id: int) -> tuple[str, bool]: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Positions [0, len(tokens)) are certain; `ahead` are the proposals at the positions after
+    them; `entered` counts the positions whose rows have entered stage 0 and are not void."""
+
+    request: GenerateRequest
+    sink: Sink
+    text: Text
+    slot: int
+    limit: int  # no token is generated at this position or beyond
+    rows: list[Rows | None]  # at each stage, in the cycle that was planned last
+    tokens: list[int]
+    ahead: deque[Proposal] = field(default_factory=deque)
+    entered: int = 0
+    draft: Proposal | None = None  # the PDM's, for the position `entered`
+    cycles: int = 0
+    decoded: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def in_prompt(self) -> bool:
+        return self.entered < self.prompt_length
+
+    @property
+    def end(self) -> int:
+        """The position after the last token that is certain or proposed."""
+        return len(self.tokens) + len(self.ahead)
+
+    def flush(self) -> None:
+        """Voids the rows behind the last stage and their tokens."""
+        self.rows[:-1] = [None] * (len(self.rows) - 1)
+        self.ahead.clear()
+        self.draft = None
+
+    def stats(self) -> RequestStats:
+        return RequestStats(
+            prompt_tokens=self.prompt_length,
+            generated_tokens=len(self.tokens) - self.prompt_length,
+            decoded=self.decoded,
+            cycles=self.cycles,
+            drafted=self.drafted,
+            accepted=self.accepted,
+        )

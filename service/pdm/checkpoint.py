@@ -1,0 +1,202 @@
+"""A PDM on disk: `pdm.json` (what it was made for) and `pdm.safetensors` (its weights).
+
+Tensors: `aggregation.by_type.<k>.weight`, `layers.<i>.*` (named as in the target's decoder layers),
+`norm.weight`, `head.weight` [D, H] and `draft_ids` [D] int32.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from service.config import ConfigError
+from service.pdm.features import reachable_types
+from service.pdm.module import PDM, Aggregation
+from service.pipeline.cache import SlotCache
+from service.pipeline.layers import (
+    HEAD,
+    NORM,
+    DecoderLayers,
+    WeightReader,
+    fill,
+    model_skeleton,
+    rotary_embedding,
+)
+
+CONFIG_FILE, WEIGHTS_FILE = "pdm.json", "pdm.safetensors"
+UNTRAINED_DRAFT_VOCABULARY = 8192
+
+
+class PdmConfig(BaseModel):
+    """What a PDM was made for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = Field(1, ge=1, le=1)
+    target_fingerprint: str
+    hidden_size: int = Field(ge=1)
+    widths: tuple[int, ...] = Field(min_length=1, description="pipeline widths n it serves")
+    anchors: tuple[int, ...] = Field(min_length=1)
+    types: tuple[int, ...] = Field(min_length=1, description="types k that have an FC_k")
+    layers: int = Field(1, ge=1)
+    draft_vocabulary: int = Field(ge=1, description="number of tokens it can draft, D")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises ConfigError for a missing or broken file."""
+        file = folder / CONFIG_FILE
+        try:
+            return cls.model_validate_json(file.read_text())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"drafter.checkpoint is {str(folder)!r}, but there is no {CONFIG_FILE} in it"
+            ) from None
+        except ValidationError as error:
+            fields = ", ".join(".".join(map(str, e["loc"])) for e in error.errors())
+            raise ConfigError(f"{file} is not a PDM's configuration; wrong: {fields}") from None
+
+
+def target_fingerprint(folder: Path, config: PretrainedConfig) -> str:
+    """Tells targets apart whose hidden states differ: sizes, and the bytes of the final norm (which
+    every fine-tuning moves), in bfloat16 so that it is the same in every precision."""
+    sizes = [
+        config.architectures,
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.vocab_size,
+    ]
+    norm = WeightReader(folder)(NORM, torch.bfloat16, torch.device("cpu"))
+    digest = hashlib.sha256(json.dumps(sizes).encode())
+    digest.update(norm.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_fits(
+    pdm: PdmConfig, fingerprint: str, config: PretrainedConfig, bounds: tuple[int, ...]
+) -> None:
+    """Refuses a PDM that was made for another target or other stages."""
+    problems = []
+    if pdm.target_fingerprint != fingerprint:
+        problems.append(
+            f"it was made for the target {pdm.target_fingerprint}, and this one is {fingerprint}"
+        )
+    if pdm.hidden_size != config.hidden_size:
+        problems.append(f"its hidden size is {pdm.hidden_size}, the target's {config.hidden_size}")
+    anchors = pdm.anchors
+    ascending = all(a < b for a, b in pairwise(anchors))
+    if anchors[0] != 0 or not ascending or anchors[-1] > config.num_hidden_layers:
+        problems.append(
+            f"its anchors {list(anchors)} are not ascending from 0 to at most "
+            f"{config.num_hidden_layers}"
+        )
+    elif missing := sorted(set(reachable_types(anchors, bounds)) - set(pdm.types)):
+        problems.append(
+            f"stages of bounds {list(bounds)} need features of the types {missing}, which it "
+            f"lacks; it was made for the pipeline widths {list(pdm.widths)}"
+        )
+    if problems:
+        raise ConfigError("drafter.checkpoint does not fit: " + "; ".join(problems))
+
+
+def save_pdm(folder: Path, config: PdmConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a checkpoint; integers are kept as they are, whatever the weights' precision."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: t.contiguous() for k, t in tensors.items()}, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n")
+
+
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint. Raises ConfigError for a missing or broken file."""
+    file = folder / WEIGHTS_FILE
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from None
+    return tensors
+
+
+def load_draft_ids(folder: Path) -> Tensor:
+    """The draft vocabulary [D] int64 of a checkpoint."""
+    return load_tensors(folder)["draft_ids"].long()
+
+
+def untrained_draft_ids(config: PretrainedConfig) -> Tensor:
+    """The first tokens [D] int64: a BPE's most frequent ones come first."""
+    return torch.arange(min(UNTRAINED_DRAFT_VOCABULARY, config.vocab_size))
+
+
+def untrained_pdm(
+    folder: Path, config: PretrainedConfig, bounds: tuple[int, ...], anchors: tuple[int, ...]
+) -> tuple[PdmConfig, dict[str, Tensor]]:
+    """A PDM made from the target alone: its last decoder layer, norm and the head's rows of a plain
+    draft vocabulary; each FC passes its deepest anchor on."""
+    read = WeightReader(folder)
+    cpu, width = torch.device("cpu"), config.hidden_size
+    types = reachable_types(anchors, bounds)
+    tensors: dict[str, Tensor] = {}
+    for k in types:
+        weight = torch.zeros(width, (k + 1) * width)
+        weight[:, k * width :] = torch.eye(width)
+        tensors[f"aggregation.by_type.{k}.weight"] = weight
+    last = config.num_hidden_layers - 1
+    layer = model_skeleton(config).model.layers[last]
+    for name, _ in layer.named_parameters():
+        tensors[f"layers.0.{name}"] = read(f"model.layers.{last}.{name}", torch.float32, cpu)
+    draft_ids = untrained_draft_ids(config)
+    tensors["norm.weight"] = read(NORM, torch.float32, cpu)
+    tensors["head.weight"] = read(HEAD, torch.float32, cpu)[draft_ids]
+    tensors["draft_ids"] = draft_ids.int()
+    made_for = PdmConfig(
+        format=1,
+        target_fingerprint=target_fingerprint(folder, config),
+        hidden_size=width,
+        widths=(len(bounds) - 1,),
+        anchors=anchors,
+        types=types,
+        layers=1,
+        draft_vocabulary=len(draft_ids),
+    )
+    return made_for, tensors
+
+
+def build_pdm(
+    pdm: PdmConfig,
+    tensors: Mapping[str, Tensor],
+    config: PretrainedConfig,
+    slots: int,
+    max_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PDM:
+    """The network with its weights, and a slot cache of its own."""
+
+    def tensor(name: str) -> Tensor:
+        if name not in tensors:
+            raise ConfigError(f"the PDM checkpoint has no tensor {name!r}")
+        return tensors[name].to(device, dtype)
+
+    skeleton = model_skeleton(config)
+    layers = list(skeleton.model.layers[: pdm.layers])
+    with torch.device("meta"):
+        aggregation = Aggregation(pdm.hidden_size, pdm.types)
+        head = nn.Linear(pdm.hidden_size, pdm.draft_vocabulary, bias=False)
+    fill(aggregation, "aggregation.", tensor)
+    for i, layer in enumerate(layers):
+        fill(layer, f"layers.{i}.", tensor)
+    norm = skeleton.model.norm
+    fill(norm, "norm.", tensor)
+    fill(head, "head.", tensor)
+    cache = SlotCache(config, pdm.layers, 0, slots, max_len, dtype, device)
+    decoder = DecoderLayers(layers, rotary_embedding(skeleton, config, device), cache)
+    draft_ids = tensors["draft_ids"].to(device, torch.int64)
+    return PDM(aggregation, decoder, norm, head, draft_ids)

@@ -1,0 +1,1 @@
+"""The target, cut into stages: partition, weights, slot caches, and the graphs that run them."""

@@ -1,0 +1,82 @@
+"""From settings to what a graph is built from: the target, where it is cut, a PDM that fits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from service.config import Settings
+from service.pdm.checkpoint import (
+    PdmConfig,
+    check_fits,
+    load_draft_ids,
+    target_fingerprint,
+    untrained_draft_ids,
+)
+from service.pdm.features import default_anchors
+from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
+from service.pipeline.stage import ActorSpec
+from service.target import check_context, load_target_config, resolve_target
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """All that a graph is built from."""
+
+    spec: ActorSpec
+    config: PretrainedConfig
+    checkpoint: str | None
+    draft_ids: Tensor | None  # [D] int64; None without a PDM
+
+    @property
+    def with_drafter(self) -> bool:
+        return self.draft_ids is not None
+
+    @property
+    def draft_vocabulary(self) -> int:
+        return 0 if self.draft_ids is None else len(self.draft_ids)
+
+
+def head_cost(config: PretrainedConfig) -> float:
+    """The head's weights in units of a decoder layer's: at one row, reading them is the work."""
+    hidden = config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries, pairs = config.num_attention_heads, 2 * config.num_key_value_heads
+    layer = hidden * (2 * queries + pairs) * head_dim + 3 * hidden * config.intermediate_size
+    return float(hidden * config.vocab_size / layer)
+
+
+def make_blueprint(settings: Settings) -> Blueprint:
+    """Checks everything that can be checked before weights are read. Raises ConfigError."""
+    folder = resolve_target(settings.model)
+    config = load_target_config(folder)
+    pipeline, layers = settings.pipeline, config.num_hidden_layers
+    check_context(config, pipeline.max_len)
+    bounds = stage_bounds(
+        check_layers(pipeline.layers, layers)
+        if pipeline.layers
+        else balanced_layers(layers, pipeline.stages, head_cost(config))
+    )
+    anchors: tuple[int, ...] = ()
+    draft_ids = None
+    checkpoint = settings.drafter.checkpoint if settings.runs_pdm else None
+    if checkpoint is not None:
+        made_for = PdmConfig.read(Path(checkpoint))
+        check_fits(made_for, target_fingerprint(folder, config), config, bounds)
+        anchors = made_for.anchors
+        draft_ids = load_draft_ids(Path(checkpoint))
+    elif settings.runs_pdm:
+        anchors = default_anchors(layers, pipeline.stages)
+        draft_ids = untrained_draft_ids(config)
+    spec = ActorSpec(
+        folder=str(folder),
+        bounds=bounds,
+        anchors=anchors,
+        slots=pipeline.slots,
+        max_len=pipeline.max_len,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=pipeline.threads,
+    )
+    return Blueprint(spec, config, checkpoint, draft_ids)

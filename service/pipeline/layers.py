@@ -1,0 +1,96 @@
+"""Transformers' own modules with only the needed tensors read: a run of decoder layers, the
+embedding, the final norm and the head."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from service.config import ConfigError
+from service.pipeline.cache import ATTENTION, Batch, SlotCache
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+def model_skeleton(config: PretrainedConfig) -> Any:
+    """The whole target on the meta device: its structure without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+
+
+class WeightReader:
+    """Reads single tensors of a safetensors folder."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self._files = {
+                k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()
+            }
+        else:
+            file = folder / "model.safetensors"
+            with safe_open(file, framework="pt") as tensors:
+                self._files = dict.fromkeys(tensors.keys(), file)
+
+    def __call__(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One tensor by its name in the model; a head that shares the embedding is found there."""
+        if name == HEAD and name not in self._files:
+            name = EMBEDDING
+        if name not in self._files:
+            raise ConfigError(f"the target's safetensors files have no tensor {name!r}")
+        with safe_open(self._files[name], framework="pt", device=str(device)) as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor.to(dtype)
+
+
+def fill(module: nn.Module, prefix: str, tensor: Callable[[str], Tensor]) -> None:
+    """Gives each parameter of a meta module its tensor, asked for by prefix + name."""
+    for name, _ in list(module.named_parameters()):
+        parent, _, leaf = name.rpartition(".")
+        parameter = nn.Parameter(tensor(prefix + name), requires_grad=False)
+        setattr(module.get_submodule(parent), leaf, parameter)
+
+
+def rotary_embedding(skeleton: Any, config: PretrainedConfig, device: torch.device) -> nn.Module:
+    """The target's position embedding; it has no weights, its buffers are computed anew."""
+    with torch.device(device):
+        rotary: nn.Module = type(skeleton.model.rotary_emb)(config)
+    return rotary
+
+
+class DecoderLayers(nn.Module):
+    """A run of the target's decoder layers with their rotary embedding and slot cache."""
+
+    def __init__(self, layers: Iterable[nn.Module], rotary: nn.Module, cache: SlotCache) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.rotary = rotary
+        self._cache = cache
+
+    def forward(
+        self, hidden: Tensor, batch: Batch, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Rows [R, H] through the layers -> (rows [R, H], the outputs of the layers whose number
+        within this run, counted from 1, is in `taps`)."""
+        hidden = hidden[None]  # [1, R, H]
+        rotation = self.rotary(hidden, batch.positions)
+        tapped = []
+        for number, layer in enumerate(self.layers, start=1):
+            hidden = layer(
+                hidden,
+                position_ids=batch.positions,
+                position_embeddings=rotation,
+                cache=self._cache,
+                use_cache=True,
+                batch=batch,
+            )
+            if number in taps:
+                tapped.append(hidden[0])
+        return hidden[0], tapped

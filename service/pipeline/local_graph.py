@@ -1,0 +1,46 @@
+"""The graph in one process: a thread for each stage and one for the drafter.
+
+It is the oracle of the tests, and it serves machines with one GPU or none. Torch releases Python's
+lock inside its kernels, so the stages do run at once.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from service.messages import CyclePlan, CycleResult
+from service.pdm.drafter import Drafter
+from service.pipeline.blueprint import Blueprint
+from service.pipeline.graph import GraphError
+from service.pipeline.stage import Stage
+
+
+class LocalGraph:
+    """Runs a cycle as its definition says: all forwards at once, then every take-over."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        spec = blueprint.spec
+        self.stages = [Stage(spec, k, blueprint.draft_ids) for k in range(spec.stages)]
+        self.drafter = Drafter(spec, blueprint.checkpoint) if blueprint.with_drafter else None
+        self._threads = ThreadPoolExecutor(spec.stages + 1, thread_name_prefix="spd-stage")
+
+    def run(self, plan: CyclePlan) -> CycleResult:
+        began = time.perf_counter()
+        try:
+            forwards = [self._threads.submit(stage.forward, plan) for stage in self.stages]
+            q = self._threads.submit(self.drafter.draft, plan) if self.drafter else None
+            outputs = [forward.result() for forward in forwards]
+            reports = tuple(
+                stage.accept(
+                    plan,
+                    upstream=None if stage.is_first else outputs[stage.index - 1],
+                    q=q.result() if q and stage.is_last else None,
+                )
+                for stage in self.stages
+            )
+            draft_report = self.drafter.accept(plan, *outputs) if self.drafter else None
+        except Exception as error:
+            raise GraphError(f"a stage failed: {type(error).__name__}: {error}") from error
+        return CycleResult(reports, draft_report, time.perf_counter() - began)
+
+    def close(self) -> None:
+        self._threads.shutdown()

@@ -1,0 +1,159 @@
+"""The graph as Ray actors joined by a compiled graph. All use of `ray.dag` is here.
+
+One execution is one cycle. Every actor has a `forward` (or `draft`) node that depends on the plan
+alone, so all run at once, then an `accept` node that takes over what its neighbour has just
+produced. Tensor edges use NCCL between GPUs and shared memory on CPUs.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.dag import DAGContext, InputNode, MultiOutputNode
+from ray.exceptions import RayChannelError, RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from service.config import PipelineSettings
+from service.messages import CyclePlan, CycleResult
+from service.pdm.drafter import Drafter
+from service.pdm.features import stage_anchors
+from service.pipeline.blueprint import Blueprint
+from service.pipeline.graph import GraphError
+from service.pipeline.stage import Stage
+
+log = logging.getLogger(__name__)
+logging.getLogger("ray.dag").setLevel(logging.WARNING)
+
+_FLOAT_BYTES = 4
+_ENVELOPE_BYTES = 64 * 1024  # plan, reports and serialisation around the tensors
+
+
+def buffer_bytes(blueprint: Blueprint, chunk: int) -> int:
+    """The largest message between two actors: a prompt chunk with its taps, or the drafts' q."""
+    spec = blueprint.spec
+    taps = max(len(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages))
+    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.config.hidden_size
+    distributions = spec.slots * blueprint.draft_vocabulary
+    return max(hidden, distributions) * _FLOAT_BYTES + _ENVELOPE_BYTES
+
+
+def _size_buffers(size: int) -> None:
+    """Must happen in the driver and in every actor before compiling. A message that outgrows its
+    buffer resizes it silently, and tear-down then hangs; the argument of `experimental_compile`
+    does not reach the tensor channels."""
+    DAGContext.get_current().buffer_size_bytes = size
+
+
+class _StageActor(Stage):
+    def __init__(self, buffers: int, *args: Any) -> None:
+        _size_buffers(buffers)
+        super().__init__(*args)
+
+
+class _DrafterActor(Drafter):
+    def __init__(self, buffers: int, *args: Any) -> None:
+        _size_buffers(buffers)
+        super().__init__(*args)
+
+
+class RayGraph:
+    """Owns the actors. Compile, execute and get happen in the thread that makes it."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        settings: PipelineSettings,
+        placement_group: PlacementGroup | None = None,
+    ) -> None:
+        """In the placement group, bundle 0 is the caller's, then come the stages and the drafter.
+        Raises GraphError."""
+        spec, self._timeout = blueprint.spec, settings.cycle_timeout_s
+        buffers = buffer_bytes(blueprint, settings.chunk)
+        _size_buffers(buffers)
+
+        def actor(cls: type, bundle: int, *args: Any) -> Any:
+            chosen: dict[str, Any] = {
+                "num_cpus": settings.cpus_per_actor,
+                "num_gpus": 1 if spec.device == "cuda" else 0,
+            }
+            if placement_group is not None:
+                chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                    placement_group, placement_group_bundle_index=bundle
+                )
+            return ray.remote(cls).options(**chosen).remote(buffers, *args)
+
+        self.stages = [
+            actor(_StageActor, 1 + k, spec, k, blueprint.draft_ids) for k in range(spec.stages)
+        ]
+        self.drafter = None
+        if blueprint.with_drafter:
+            self.drafter = actor(_DrafterActor, 1 + spec.stages, spec, blueprint.checkpoint)
+        self._graph: Any = None
+        try:
+            ray.get([a.__ray_ready__.remote() for a in self._actors])
+            self._graph = self._compile("nccl" if spec.device == "cuda" else "shm")
+        except RayError as error:
+            self.close()
+            raise GraphError(f"the pipeline could not be built: {_reason(error)}") from error
+
+    @property
+    def _actors(self) -> list[Any]:
+        return [*self.stages, *([self.drafter] if self.drafter else [])]
+
+    def _compile(self, transport: str) -> Any:
+        with InputNode() as plan:
+            forwards = [stage.forward.bind(plan) for stage in self.stages]
+            for forward in forwards if self.drafter else forwards[:-1]:
+                forward.with_tensor_transport(transport)
+            q = None
+            if self.drafter:
+                q = self.drafter.draft.bind(plan).with_tensor_transport(transport)
+            # Ray wants a reader for every node. Without a drafter the last forward has none, so
+            # its own actor reads it.
+            unread = None if self.drafter else forwards[-1]
+            reports = []
+            for k, stage in enumerate(self.stages):
+                upstream = forwards[k - 1] if k else None
+                last = (q, unread) if stage is self.stages[-1] else ()
+                reports.append(stage.accept.bind(plan, upstream, *last))
+            if self.drafter:
+                reports.append(self.drafter.accept.bind(plan, *forwards))
+            # The engine's plan c+1 is a function of result c, so one execution is outstanding.
+            return MultiOutputNode(reports).experimental_compile(_max_inflight_executions=2)
+
+    def run(self, plan: CyclePlan) -> CycleResult:
+        began = time.perf_counter()
+        try:
+            reports = ray.get(self._graph.execute(plan), timeout=self._timeout)
+        except RayChannelError as error:
+            raise GraphError(
+                f"a stage or the drafter died or took more than {self._timeout} s: {_reason(error)}"
+            ) from error
+        except RayError as error:
+            raise GraphError(f"a stage or the drafter failed: {_reason(error)}") from error
+        count = len(self.stages)
+        drafter = reports[count] if self.drafter else None
+        return CycleResult(tuple(reports[:count]), drafter, time.perf_counter() - began)
+
+    def call(self, method: str, *args: Any) -> Sequence[Any]:
+        """An ordinary call to each stage, beside the graph."""
+        results: list[Any] = ray.get([getattr(s, method).remote(*args) for s in self.stages])
+        return results
+
+    def close(self) -> None:
+        """Kills the actors, then tears down: the other order hangs after a death or a resize."""
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._graph is not None:
+            # Tear-down reports each killed actor with a traceback.
+            logging.getLogger("ray.dag").setLevel(logging.CRITICAL)
+            self._graph.teardown()
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of Ray's text, which names the actor's own exception."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,187 @@
+"""From logits to tokens: shaping, noise, drafting, verification. Free functions on tensors.
+
+All randomness is a counter-based hash of (key, stream, position, token id). So a token depends on
+its request alone: not on its neighbours in a batch, on speculation, or on a restart.
+"""
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from service.messages import Proposal, Sampling
+
+# Below this temperature logits / temperature may overflow, and the best token always wins.
+GREEDY_BELOW = 1e-5
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+class Stream(IntEnum):
+    """Independent sources of noise of one request."""
+
+    GUMBEL = 0  # seeded: shared by target and draft, which is why they agree
+    DRAFT = 1  # unseeded: the draft's draw from q
+    ACCEPT = 2  # unseeded: the uniform number that accepts or rejects
+    RESIDUAL = 3  # unseeded: the target's own draw
+
+
+class DraftDistribution(NamedTuple):
+    """The shaped distribution q that a draft was drawn from."""
+
+    ids: Tensor  # [D] int64: token ids of the draft vocabulary
+    probs: Tensor  # [D] float32, sums to 1
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < GREEDY_BELOW
+
+
+def uses_q(sampling: Sampling) -> bool:
+    """Whether verification of a PDM draft needs the distribution that it was drawn from."""
+    return not is_greedy(sampling) and not sampling.seeded
+
+
+# --- noise --------------------------------------------------------------------------------------
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix_int(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele et al. 2014), on a Python integer."""
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def _mix_tensor(x: Tensor) -> Tensor:
+    """The same on int64, whose products wrap around and whose shifts keep the sign."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX_1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX_2)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _base(key: int, stream: Stream, position: int) -> int:
+    return _mix_int((_mix_int(key * 4 + stream + 1) + position * _GOLDEN) & _MASK)
+
+
+def uniform(key: int, stream: Stream, position: int) -> float:
+    """One number in (0, 1)."""
+    return ((_mix_int(_base(key, stream, position) + _GOLDEN) >> 11) + 0.5) * 2.0**-53
+
+
+def gumbel(key: int, stream: Stream, position: int, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for the token ids [V] int64 -> [V] float64. The same id has the same
+    noise in every vocabulary that holds it."""
+    counter = ids * _signed(_GOLDEN) + _signed(_base(key, stream, position) + _GOLDEN)
+    bits = (_mix_tensor(counter) >> 11) & ((1 << 53) - 1)
+    u = (bits.to(torch.float64) + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(u))
+
+
+# --- shaping ------------------------------------------------------------------------------------
+
+
+def shape(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Temperature, then top-k, then top-p. Logits [V] -> log-probabilities [V] float32, -inf where
+    a token is cut off."""
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kth = torch.topk(scores, sampling.top_k).values[-1]
+        scores = scores.masked_fill(scores < kth, -math.inf)
+    if sampling.top_p < 1.0:
+        probs, order = torch.sort(torch.softmax(scores, -1), descending=True, stable=True)
+        before = probs.cumsum(-1) - probs  # [V] mass of all better tokens; the best is kept
+        scores = scores.index_fill(0, order[before >= sampling.top_p], -math.inf)
+    return torch.log_softmax(scores, -1)
+
+
+def _draw(log_probs: Tensor, ids: Tensor, key: int, stream: Stream, position: int) -> int:
+    """Index of a draw from exp(log_probs) [V], unnormalised, by the Gumbel-max trick."""
+    possible = torch.nonzero(log_probs > -math.inf).squeeze(-1)  # noise for these alone
+    noise = gumbel(key, stream, position, ids[possible])
+    return int(possible[torch.argmax(log_probs[possible].double() + noise)])
+
+
+# --- drafting -----------------------------------------------------------------------------------
+
+
+def draft(
+    logits: Tensor, ids: Tensor, sampling: Sampling, position: int
+) -> tuple[Proposal, Tensor | None]:
+    """The PDM's token for `position`, from its logits [D] over the draft vocabulary ids [D] int64,
+    and q [D] where verification needs it."""
+    if is_greedy(sampling):
+        return Proposal(int(ids[torch.argmax(logits)]), "point"), None
+    log_q = shape(logits, sampling)
+    if sampling.seeded:
+        best = _draw(log_q, ids, sampling.key, Stream.GUMBEL, position)
+        return Proposal(int(ids[best]), "point"), None
+    drawn = _draw(log_q, ids, sampling.key, Stream.DRAFT, position)
+    return Proposal(int(ids[drawn]), "pdm"), log_q.exp()
+
+
+# --- verification -------------------------------------------------------------------------------
+
+
+def verify(
+    logits: Tensor,
+    sampling: Sampling,
+    position: int,
+    proposal: Proposal | None,
+    q: DraftDistribution | None = None,
+) -> tuple[int, bool | None]:
+    """The target's token at `position` from its logits [V], and whether the proposal is accepted
+    (None without one). Accepted means: the token is the proposed one.
+
+    Greedy and seeded: the token does not depend on the proposal at all. Unseeded: rejection
+    sampling (Leviathan et al. 2023), whose token has the target's distribution.
+    """
+    if is_greedy(sampling):
+        token = int(torch.argmax(logits))
+        return token, None if proposal is None else token == proposal.token
+    log_p = shape(logits, sampling)
+    ids = torch.arange(log_p.shape[-1], device=log_p.device)
+    if sampling.seeded:
+        token = _draw(log_p, ids, sampling.key, Stream.GUMBEL, position)
+        return token, None if proposal is None else token == proposal.token
+    if proposal is None:
+        return _draw(log_p, ids, sampling.key, Stream.RESIDUAL, position), None
+    return _reject_or_accept(log_p, ids, sampling.key, position, proposal, q)
+
+
+def _reject_or_accept(
+    log_p: Tensor,
+    ids: Tensor,
+    key: int,
+    position: int,
+    proposal: Proposal,
+    q: DraftDistribution | None,
+) -> tuple[int, bool]:
+    """Accepts x with min(1, p(x) / q(x)), else draws from the normalised (p - q)+."""
+    x = proposal.token
+    p_x = float(log_p[x].exp())
+    if proposal.kind == "pdm":
+        if q is None:
+            raise ValueError(f"the proposal at position {position} came without its distribution")
+        q_x = float(q.probs[q.ids == x].sum())
+        residual = log_p.exp()
+        residual[q.ids] -= q.probs
+        log_residual = residual.clamp_min(0).log()
+    else:  # q is 1 at x, so (p - q)+ is p without x
+        q_x = 1.0
+        log_residual = log_p.index_fill(0, torch.tensor([x], device=log_p.device), -math.inf)
+    if uniform(key, Stream.ACCEPT, position) * q_x < p_x:
+        return x, True
+    if not bool((log_residual > -math.inf).any()):  # p equals q but for rounding
+        log_residual = log_p
+    return _draw(log_residual, ids, key, Stream.RESIDUAL, position), False
