@@ -111,7 +111,7 @@ def parse_settings(args: dict[str, Any]) -> Settings:
         return Settings.model_validate(args)
     except ValidationError as error:
         lines = [
-            f"  {'.'.join(str(part) for part in e['loc']) or 'args'}: {e['msg']} (got {e['input']!r})"
+            f"  {'.'.join(map(str, e['loc'])) or 'args'}: {e['msg']} (got {e['input']!r})"
             for e in error.errors()
         ]
         raise ConfigError("The settings can't be used:\n" + "\n".join(lines)) from None

@@ -120,8 +120,8 @@ class DraftOrder:
 
 @dataclass(frozen=True, slots=True)
 class CyclePlan:
-    """All that one cycle does. `stages[k]` are the rows that stage k runs: those of stage k-1 in the
-    cycle before, less the void ones. `tokens` are the token ids of `stages[0]`, row for row."""
+    """All that one cycle does. `stages[k]` are the rows that stage k runs: those of stage k-1 in
+    the cycle before, less the void ones. `tokens` are the token ids of `stages[0]`, row for row."""
 
     cycle: int
     stages: tuple[tuple[Rows, ...], ...]

@@ -1,0 +1,50 @@
+# make serve, make test; make help lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Ray reads these when it starts. Workers at nice 15, its default, starve beside any other program.
+export RAY_worker_niceness ?= 0
+export RAY_USAGE_STATS_ENABLED ?= 0
+# Progress is shown as it happens.
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-full check format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14)' 2>/dev/null \
+	  || { echo "spd-serve needs Python 3.11 to 3.13, and $(PYTHON) is `$(PYTHON) --version`. Use: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "No virtual environment could be made. On Debian: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --editable . --group dev
+	@touch $@
+
+setup: $(STAMP) ## Make the virtual environment and the default model
+	@$(BIN)/python -m service.default_model > /dev/null
+
+serve: setup ## Serve the default model on http://127.0.0.1:8000 (CONFIG=deployments/spd.yaml)
+	$(BIN)/serve run $(or $(CONFIG),deployments/spd.yaml)
+
+test: setup ## Run the tests, as CI does (under 15 minutes)
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: setup ## Run all tests, the whole matrices on the real model too
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the virtual environment and caches (not the model)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI's routes, their validation, errors and event streams."""

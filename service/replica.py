@@ -1,0 +1,118 @@
+"""The Pipeline deployment: one replica is one pipeline. It owns the engine, and its placement group
+holds the stages and the drafter."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+
+from service.api.client import PipelineStatus
+from service.config import Settings
+from service.engine.engine import Engine
+from service.engine.lookup import lookup_proposer
+from service.engine.scheduler import Scheduler
+from service.messages import Event, Failure, GenerateRequest
+from service.metrics import Metrics
+from service.pipeline.blueprint import Blueprint, make_blueprint
+from service.pipeline.graph import Graph
+from service.target import eos_token_ids
+from service.text.stream import TextStream
+from service.text.tokenizer import Tokenizer
+
+log = logging.getLogger("ray.serve")
+
+
+class Pipeline:
+    """Runs requests through the engine. Methods are called through a Serve handle."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Returns when the pipeline can serve. Raises ConfigError and GraphError."""
+        self._settings = settings
+        blueprint = make_blueprint(settings)
+        spec = blueprint.spec
+        log.info(
+            "Building %s: %d stages, cut at layers %s", settings.name, spec.stages, spec.bounds
+        )
+        if settings.runs_pdm and settings.drafter.checkpoint is None:
+            log.warning("drafter.checkpoint is unset: the PDM is untrained and rarely right")
+        placement_group = ray.util.get_current_placement_group()
+
+        def make_graph() -> Graph:
+            if settings.pipeline.graph == "local":
+                from service.pipeline.local_graph import LocalGraph
+
+                return LocalGraph(blueprint)
+            from service.pipeline.ray_graph import RayGraph
+
+            return RayGraph(blueprint, settings.pipeline, placement_group)
+
+        scheduler = make_scheduler(settings, blueprint)
+        self._engine = Engine(make_graph, scheduler, Metrics(settings.name, spec.stages))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """The events of one request. Cancelling, as Serve does when the caller goes away, aborts
+        it."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def sink(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has closed: nobody listens any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._engine.submit(request, sink)
+        try:
+            while True:
+                event = await events.get()
+                yield event
+                if isinstance(event, Failure) or event.finish_reason is not None:
+                    return
+        finally:
+            self._engine.abort(request.request_id)
+
+    async def status(self) -> PipelineStatus:
+        ready = self._engine.alive
+        return PipelineStatus(
+            ready=ready,
+            detail="serving" if ready else self._engine.failure or "the engine has stopped",
+            speculation=self._speculation(),
+        )
+
+    def _speculation(self) -> str:
+        """What drafts, and what is wrong with it."""
+        drafter, stages = self._settings.drafter, self._settings.pipeline.stages
+        if stages == 1 and drafter.kind != "off":
+            return "off (one stage: nothing to fill)"
+        if self._engine.draft_error is not None:
+            return f"{drafter.kind} (the PDM fails: {self._engine.draft_error})"
+        if drafter.uses_pdm and drafter.checkpoint is None:
+            return f"{drafter.kind} (untrained PDM)"
+        return drafter.kind
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        if not self._engine.alive:
+            raise RuntimeError(self._engine.failure or "the engine has stopped")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.close()
+
+
+def make_scheduler(settings: Settings, blueprint: Blueprint) -> Scheduler:
+    """The scheduler of a deployment, with the target's texts and ends."""
+    folder = Path(blueprint.spec.folder)
+    tokenizer = Tokenizer.load(folder)
+    drafter, pipeline = settings.drafter, settings.pipeline
+    return Scheduler(
+        stages=blueprint.spec.stages,
+        slots=pipeline.slots,
+        max_len=pipeline.max_len,
+        chunk=pipeline.chunk,
+        eos_ids=eos_token_ids(folder),
+        new_text=lambda request: TextStream(tokenizer.decode, request.stop),
+        proposer=lookup_proposer(drafter.lookup_min_match) if drafter.uses_lookup else None,
+        uses_pdm=drafter.uses_pdm,
+    )

@@ -1,0 +1,1 @@
+"""Text in, tokens out, and back: tokenizer, chat template, text that streams, stop strings."""
