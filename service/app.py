@@ -15,8 +15,9 @@ from service.api.routes import create_api
 from service.config import Settings, parse_settings
 from service.messages import Event, GenerateRequest
 from service.metrics_page import MetricsPage
+from service.pipeline.blueprint import make_blueprint
 from service.replica import Pipeline
-from service.target import check_context, load_target_config, resolve_target
+from service.target import resolve_target
 from service.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ray.serve")
@@ -27,7 +28,7 @@ STATUS_TIMEOUT_S = 5.0
 def build(args: dict[str, Any]) -> serve.Application:
     """Raises ConfigError, before anything is deployed, for settings or a target that can't work."""
     settings = parse_settings(args)
-    check_context(load_target_config(resolve_target(settings.model)), settings.pipeline.max_len)
+    make_blueprint(settings)
     pipeline = serve.deployment(Pipeline).options(**pipeline_options(settings)).bind(settings)
 
     def in_replica() -> FastAPI:  # Serve calls it there, where handle and proxy are known

@@ -71,7 +71,7 @@ class Engine:
         finally:
             self._started.set()
         try:
-            while self._running:
+            while self._hear_commands():
                 self._cycle(graph)
         except Exception as error:
             self._fail(error)
@@ -81,8 +81,7 @@ class Engine:
             self._commands.get()()
 
     def _cycle(self, graph: Graph) -> None:
-        """One cycle of the machine: hear commands, plan, run, hand out tokens."""
-        self._hear_commands()
+        """One cycle of the machine: plan, run, hand out tokens."""
         plan = self._scheduler.plan()
         if plan is None:
             self._commands.get()()  # nothing to do until somebody says something
@@ -92,13 +91,15 @@ class Engine:
             self._deliver(sequence, delta)
         self._record(result)
 
-    def _hear_commands(self) -> None:
-        while True:
+    def _hear_commands(self) -> bool:
+        """Carries out what other threads have asked for; False once it was to stop."""
+        while self._running:
             try:
                 command = self._commands.get_nowait()
             except Empty:
-                return
+                return True
             command()
+        return False
 
     def _add(self, request: GenerateRequest, sink: Sink, arrived: float) -> None:
         if self.failure is not None:

@@ -1,0 +1,175 @@
+"""The engine's thread: requests and aborts from outside, failures, and the way out."""
+
+import threading
+from queue import SimpleQueue
+
+import pytest
+
+from service.engine.engine import Engine
+from service.engine.recorder import NullRecorder
+from service.engine.scheduler import Scheduler
+from service.messages import CyclePlan, CycleResult, Delta, DraftReport, Failure, GenerateRequest
+from service.pipeline.graph import GraphError
+from tests.test_scheduler import PlainText
+from tests.token_pipeline import TokenPipeline, continuation
+
+MAX_LEN = 64
+
+
+class SteppedGraph:
+    """A pipeline of tokens that runs one cycle for each step it is given."""
+
+    def __init__(self, stages: int = 2) -> None:
+        self.pipeline = TokenPipeline(stages, 2, MAX_LEN, lambda _slot, _position: None)
+        self.steps = threading.Semaphore(0)
+        self.plans: SimpleQueue[CyclePlan] = SimpleQueue()
+        self.error: Exception | None = None
+        self.draft_error: str | None = None
+        self.closed = threading.Event()
+        self.thread = threading.current_thread()
+
+    def run(self, plan: CyclePlan) -> CycleResult:
+        assert threading.current_thread() is self.thread, "made in another thread"
+        self.plans.put(plan)
+        self.steps.acquire()
+        if self.error is not None:
+            raise self.error
+        result = self.pipeline.run(plan)
+        if self.draft_error is not None:
+            return CycleResult(result.stages, DraftReport(0.0, (), self.draft_error), 0.0)
+        return result
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Bench:
+    """An engine over a stepped graph."""
+
+    def __init__(self) -> None:
+        self.graph: SteppedGraph | None = None
+
+        def make() -> SteppedGraph:
+            self.graph = SteppedGraph()
+            return self.graph
+
+        self.scheduler = Scheduler(
+            stages=2,
+            slots=2,
+            max_len=MAX_LEN,
+            chunk=8,
+            eos_ids=frozenset(),
+            new_text=lambda _: PlainText(),
+            uses_pdm=True,
+        )
+        self.engine = Engine(make, self.scheduler, NullRecorder())
+        assert self.graph is not None
+        self.events: dict[str, SimpleQueue] = {}
+
+    def submit(self, name: str, max_tokens: int = 4, prompt=(1, 2)) -> None:
+        self.events[name] = SimpleQueue()
+        request = GenerateRequest(name, tuple(prompt), max_tokens)
+        self.engine.submit(request, self.events[name].put)
+
+    def next(self, name: str):
+        return self.events[name].get(timeout=30)
+
+    def plan(self) -> CyclePlan:
+        return self.graph.plans.get(timeout=30)
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    yield bench
+    bench.graph.steps.release(10_000)
+    bench.engine.close()
+    assert bench.graph.closed.is_set()
+    assert not bench.engine.alive
+
+
+def test_tokens_arrive_one_by_one(bench: Bench) -> None:
+    bench.submit("a")
+    bench.graph.steps.release(1000)
+    deltas = [bench.next("a") for _ in range(4)]
+    assert [d.token_id for d in deltas] == continuation([1, 2], 4)
+    assert [d.finish_reason for d in deltas] == [None, None, None, "length"]
+
+
+def test_an_abort_frees_the_slot_before_the_next_cycle(bench: Bench) -> None:
+    bench.submit("a", max_tokens=50)
+    bench.plan()  # a's first cycle is running
+    bench.engine.abort("a")
+    bench.submit("b")
+    bench.graph.steps.release()
+    plan = bench.plan()
+    slots = {rows.slot for stage in plan.stages for rows in stage}
+    assert slots == {0}, "b has the slot that a had, and a is in no stage"
+    assert plan.tokens == ((1, 2),)
+    bench.graph.steps.release(1000)
+    assert [bench.next("b").token_id for _ in range(4)] == continuation([1, 2], 4)
+    assert bench.events["a"].empty()
+
+
+def test_an_abort_of_somebody_unknown_is_fine(bench: Bench) -> None:
+    bench.engine.abort("nobody")
+    bench.submit("a", max_tokens=1)
+    bench.graph.steps.release(1000)
+    assert bench.next("a").finish_reason == "length"
+    bench.engine.abort("a")
+
+
+def test_a_request_that_does_not_fit_fails_alone(bench: Bench) -> None:
+    bench.submit("big", prompt=range(MAX_LEN))
+    bench.submit("a", max_tokens=1)
+    bench.graph.steps.release(1000)
+    assert isinstance(bench.next("big"), Failure)
+    assert isinstance(bench.next("a"), Delta)
+
+
+def test_a_failed_graph_ends_every_request(bench: Bench) -> None:
+    bench.graph.error = GraphError("stage 1 died")
+    for name in "abc":  # two have slots, one waits
+        bench.submit(name)
+    bench.plan()
+    bench.graph.steps.release()
+    for name in "abc":
+        assert bench.next(name) == Failure("the pipeline has failed: stage 1 died")
+    assert bench.graph.closed.wait(30)
+    assert not bench.engine.alive
+    assert bench.engine.failure == "stage 1 died"
+    bench.submit("late")
+    assert bench.next("late") == Failure("stage 1 died")
+
+
+def test_a_failing_drafter_is_told_and_serving_goes_on(bench: Bench) -> None:
+    bench.graph.draft_error = "RuntimeError: no"
+    bench.submit("a")
+    bench.graph.steps.release(1000)
+    assert [bench.next("a").token_id for _ in range(4)] == continuation([1, 2], 4)
+    bench.submit("b", max_tokens=1)  # after b's token the record of a's last cycle is there
+    bench.next("b")
+    assert bench.engine.draft_error == "RuntimeError: no"
+
+
+def test_a_graph_that_can_not_be_made_is_told() -> None:
+    def make():
+        raise GraphError("no GPU")
+
+    with pytest.raises(GraphError, match="no GPU"):
+        Engine(make, None, NullRecorder())
+
+
+def test_closing_ends_running_requests() -> None:
+    bench = Bench()
+    bench.submit("a", max_tokens=50)
+    bench.plan()
+    closing = threading.Thread(target=bench.engine.close)
+    closing.start()
+    bench.graph.steps.release(1000)
+    closing.join(30)
+    assert not closing.is_alive()
+    events = []
+    while not bench.events["a"].empty():
+        events.append(bench.next("a"))
+    assert events[-1] == Failure("the server is shutting down")
