@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONFIG ?= deployments/spd.yaml
 
 # Ray reads these when it starts. Workers at nice 15, its default, starve beside any other program.
 export RAY_worker_niceness ?= 0
@@ -28,8 +29,9 @@ $(STAMP): pyproject.toml
 setup: $(STAMP) ## Make the virtual environment and the default model
 	@$(BIN)/python -m service.default_model > /dev/null
 
-serve: setup ## Serve the default model on http://127.0.0.1:8000 (CONFIG=deployments/spd.yaml)
-	$(BIN)/serve run $(or $(CONFIG),deployments/spd.yaml)
+serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (CONFIG=deployments/spd.yaml)
+	@$(BIN)/python -m service.preflight $(CONFIG)
+	@$(BIN)/serve run $(CONFIG)
 
 test: setup ## Run the tests, as CI does (under 15 minutes)
 	$(BIN)/python -m pytest -m "not full"
