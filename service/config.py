@@ -66,7 +66,9 @@ class DrafterSettings(_Section):
         None,
         description="Folder of a PDM checkpoint. Unset: an untrained PDM made from the target.",
     )
-    lookup_min_match: int = Field(2, ge=1, description="Tokens that a lookup match has at least.")
+    lookup_min_match: int = Field(
+        2, ge=1, le=8, description="Tokens that a lookup match has at least."
+    )
 
     @property
     def uses_pdm(self) -> bool:

@@ -20,6 +20,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+_STEP = 2.0**-52  # of 52 bits, so that (bits + 0.5) * _STEP is exact and never 0 or 1
 
 
 class Stream(IntEnum):
@@ -76,15 +77,16 @@ def _base(key: int, stream: Stream, position: int) -> int:
 
 def uniform(key: int, stream: Stream, position: int) -> float:
     """One number in (0, 1)."""
-    return ((_mix_int(_base(key, stream, position) + _GOLDEN) >> 11) + 0.5) * 2.0**-53
+    bits = _mix_int((_base(key, stream, position) + _GOLDEN) & _MASK) >> 12
+    return (bits + 0.5) * _STEP
 
 
 def gumbel(key: int, stream: Stream, position: int, ids: Tensor) -> Tensor:
     """Standard Gumbel noise for the token ids [V] int64 -> [V] float64. The same id has the same
     noise in every vocabulary that holds it."""
     counter = ids * _signed(_GOLDEN) + _signed(_base(key, stream, position) + _GOLDEN)
-    bits = (_mix_tensor(counter) >> 11) & ((1 << 53) - 1)
-    u = (bits.to(torch.float64) + 0.5) * 2.0**-53
+    bits = (_mix_tensor(counter) >> 12) & ((1 << 52) - 1)
+    u = (bits.to(torch.float64) + 0.5) * _STEP
     return -torch.log(-torch.log(u))
 
 
@@ -108,6 +110,8 @@ def shape(logits: Tensor, sampling: Sampling) -> Tensor:
 def _draw(log_probs: Tensor, ids: Tensor, key: int, stream: Stream, position: int) -> int:
     """Index of a draw from exp(log_probs) [V], unnormalised, by the Gumbel-max trick."""
     possible = torch.nonzero(log_probs > -math.inf).squeeze(-1)  # noise for these alone
+    if len(possible) == 0:  # all NaN: the model has overflowed; its text is void, others go on
+        return 0
     noise = gumbel(key, stream, position, ids[possible])
     return int(possible[torch.argmax(log_probs[possible].double() + noise)])
 

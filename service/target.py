@@ -91,12 +91,6 @@ def check_context(config: "PretrainedConfig", max_len: int) -> None:
             f"pipeline.max_len: {max_len} is more than the {limit} positions that the model was "
             f"made for. Set it to {limit} or less."
         )
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and max_len > window:
-        raise ConfigError(
-            f"pipeline.max_len: {max_len} is more than the model's attention window of {window} "
-            f"positions, and windows are not supported. Set it to {window} or less."
-        )
 
 
 def _download(hub_id: str) -> Path:

@@ -168,13 +168,3 @@ def test_context(folder: Path) -> None:
     target.check_context(config, 64)
     with pytest.raises(ConfigError, match=r"pipeline\.max_len: 65 is more than the 64 positions"):
         target.check_context(config, 65)
-
-
-def test_sliding_window_bounds_the_context(tmp_path: Path) -> None:
-    change(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=16)
-    config = target.load_target_config(tmp_path)
-    target.check_context(config, 16)
-    with pytest.raises(ConfigError, match="17 is more than the model's attention window of 16"):
-        target.check_context(config, 17)
-    change(tmp_path, architectures=["Qwen2ForCausalLM"], model_type="qwen2")  # off there
-    target.check_context(target.load_target_config(tmp_path), 17)

@@ -59,12 +59,19 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queues a request, whose prompt has 1 to max_len - 1 tokens. Its events go to `sink`."""
+        """Queues a request, whose prompt has 1 to max_len - 1 tokens. Its events go to `sink`.
+
+        Raises ValueError for one that can't be run, or whose id is in use."""
         if not 0 < len(request.prompt_ids) < self._max_len:
             raise ValueError(
                 f"a prompt of {len(request.prompt_ids)} tokens does not fit a slot of "
                 f"{self._max_len} positions"
             )
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens is {request.max_tokens}; at least 1 is generated")
+        waiting = {w.request_id for w, _ in self._waiting}
+        if request.request_id in self._running or request.request_id in waiting:
+            raise ValueError(f"the request id {request.request_id!r} is in use")
         self._waiting.append((request, sink))
 
     def abort(self, request_id: str) -> bool:

@@ -55,8 +55,8 @@ class PdmConfig(BaseModel):
         """Raises ConfigError for a missing or broken file."""
         file = folder / CONFIG_FILE
         try:
-            return cls.model_validate_json(file.read_text())
-        except FileNotFoundError:
+            return cls.model_validate_json(file.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"drafter.checkpoint is {str(folder)!r}, but there is no {CONFIG_FILE} in it"
             ) from None
@@ -92,6 +92,8 @@ def check_fits(
         )
     if pdm.hidden_size != config.hidden_size:
         problems.append(f"its hidden size is {pdm.hidden_size}, the target's {config.hidden_size}")
+    if pdm.layers > config.num_hidden_layers:
+        problems.append(f"it has {pdm.layers} layers, the target {config.num_hidden_layers}")
     anchors = pdm.anchors
     ascending = all(a < b for a, b in pairwise(anchors))
     if anchors[0] != 0 or not ascending or anchors[-1] > config.num_hidden_layers:
@@ -125,9 +127,23 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_draft_ids(folder: Path) -> Tensor:
-    """The draft vocabulary [D] int64 of a checkpoint."""
-    return load_tensors(folder)["draft_ids"].long()
+def load_draft_ids(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> Tensor:
+    """The draft vocabulary [D] int64 of a checkpoint. Raises ConfigError unless it is a set of the
+    target's token ids: any other id would fail, or falsify the text, in mid-stream."""
+    ids = load_tensors(folder).get("draft_ids")
+    if ids is None or ids.is_floating_point() or ids.shape != (pdm.draft_vocabulary,):
+        found = "nothing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
+        raise ConfigError(
+            f"drafter.checkpoint: `draft_ids` should be {pdm.draft_vocabulary} integers, "
+            f"not {found}"
+        )
+    ids = ids.long()
+    if len(set(ids.tolist())) < len(ids) or ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise ConfigError(
+            "drafter.checkpoint: `draft_ids` should be different token ids in "
+            f"[0, {config.vocab_size})"
+        )
+    return ids
 
 
 def untrained_draft_ids(config: PretrainedConfig) -> Tensor:

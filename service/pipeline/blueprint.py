@@ -65,7 +65,7 @@ def make_blueprint(settings: Settings) -> Blueprint:
         made_for = PdmConfig.read(Path(checkpoint))
         check_fits(made_for, target_fingerprint(folder, config), config, bounds)
         anchors = made_for.anchors
-        draft_ids = load_draft_ids(Path(checkpoint))
+        draft_ids = load_draft_ids(Path(checkpoint), made_for, config)
     elif settings.runs_pdm:
         anchors = default_anchors(layers, pipeline.stages)
         draft_ids = untrained_draft_ids(config)

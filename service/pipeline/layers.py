@@ -51,10 +51,17 @@ class WeightReader:
 
 
 def fill(module: nn.Module, prefix: str, tensor: Callable[[str], Tensor]) -> None:
-    """Gives each parameter of a meta module its tensor, asked for by prefix + name."""
-    for name, _ in list(module.named_parameters()):
+    """Gives each parameter of a meta module its tensor, asked for by prefix + name. Raises
+    ConfigError for a tensor of another shape."""
+    for name, empty in list(module.named_parameters()):
         parent, _, leaf = name.rpartition(".")
-        parameter = nn.Parameter(tensor(prefix + name), requires_grad=False)
+        filled = tensor(prefix + name)
+        if filled.shape != empty.shape:
+            raise ConfigError(
+                f"the tensor {prefix + name!r} has the shape {list(filled.shape)}; by its "
+                f"configuration it should be {list(empty.shape)}"
+            )
+        parameter = nn.Parameter(filled, requires_grad=False)
         setattr(module.get_submodule(parent), leaf, parameter)
 
 
