@@ -91,15 +91,7 @@ def make_pipeline(n: int, kind: str) -> Pipelined:
     return Pipelined(n, RayGraph(blueprint, settings.pipeline))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((2, "ray"), id="n2-ray"),
-        pytest.param((3, "local"), id="n3-local"),
-        pytest.param((2, "local"), id="n2-local", marks=pytest.mark.full),
-        pytest.param((3, "ray"), id="n3-ray", marks=pytest.mark.full),
-    ],
-)
+@pytest.fixture(scope="module")
 def pipeline(request, model):  # noqa: ARG001 (the model before the threads are set to one)
     n, kind = request.param
     if kind == "ray":
@@ -135,14 +127,25 @@ def assert_same(model, prompt, wanted, got, sampling=None) -> None:
     assert both.argmax() in (wanted[at], got[at])
 
 
-EVERY_DAY = range(5)
-ALL = [
-    pytest.param(i, marks=() if i in EVERY_DAY else pytest.mark.full)
-    for i in range(5 + len(CHATS) + len(TEXTS))
-]
+PIPELINES = [(2, "ray"), (3, "local"), (2, "local"), (3, "ray")]
 
 
-@pytest.mark.parametrize("i", ALL)
+def cases(count: int, every_day: dict[tuple[int, str], int]):
+    """Each pipeline with `count` things; all but the first few of a pipeline are for test-full."""
+    values = [
+        pytest.param(
+            pipeline,
+            i,
+            marks=() if i < every_day.get(pipeline, 0) else pytest.mark.full,
+            id=f"n{pipeline[0]}-{pipeline[1]}-{i}",
+        )
+        for pipeline in PIPELINES
+        for i in range(count)
+    ]
+    return pytest.mark.parametrize(("pipeline", "i"), values, indirect=["pipeline"])
+
+
+@cases(5 + len(CHATS) + len(TEXTS), every_day={(2, "ray"): 5, (3, "local"): 1})
 def test_greedy_text_is_plain_greedy_text(model, prompts, expected, pipeline, i) -> None:
     """With every drafter the same text, and the cycles that theory says."""
     prompt, n, decoded = prompts[i], pipeline.n, TOKENS - 1
@@ -179,12 +182,10 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "first", [0, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
-)
-def test_a_seed_means_the_same_text(model, prompts, pipeline, first) -> None:
+@cases(3, every_day={(2, "ray"): 1})
+def test_a_seed_means_the_same_text(model, prompts, pipeline, i) -> None:
     """Speculation on or off, alone or in a batch of four."""
-    chosen = prompts[first : first + 4]
+    chosen = prompts[4 * i : 4 * i + 4]
     alone = []
     for prompt, sampling in zip(chosen, SETTINGS, strict=True):
         off, _ = pipeline.text(prompt, sampling=sampling)
@@ -201,7 +202,8 @@ def test_a_seed_means_the_same_text(model, prompts, pipeline, first) -> None:
         assert_same(model, prompt, alone[k], together[str(k)], sampling)
 
 
-def test_stages_hold_their_own_layers_alone(pipeline) -> None:
+@cases(1, every_day={(2, "ray"): 1, (3, "local"): 1})
+def test_stages_hold_their_own_layers_alone(pipeline, i) -> None:  # noqa: ARG001
     """By number of parameters: nothing of another stage is in an actor's memory."""
     layer, head, norm = 3_540_096, VOCABULARY * 576, 576
     graph = pipeline.graph
@@ -209,7 +211,7 @@ def test_stages_hold_their_own_layers_alone(pipeline) -> None:
         counts = graph.call("parameter_count")
     else:
         counts = [stage.parameter_count() for stage in graph.stages]
-    layers = {2: (19, 11), 3: (12, 13, 5)}[pipeline.n]
+    layers = {2: (19, 11), 3: (13, 13, 4)}[pipeline.n]
     wanted = [layer * count for count in layers]
     wanted[0] += head  # the embedding, which the head shares
     wanted[-1] += head + norm

@@ -1,7 +1,6 @@
 """The default deployment over real Ray Serve and real HTTP, as its users meet it."""
 
 import asyncio
-import json
 import re
 import time
 
@@ -222,12 +221,3 @@ def test_metrics(served, client) -> None:
         missing = wanted - {family.name for family in text_string_to_metric_families(page)}
         time.sleep(0.5)
     assert not missing
-
-
-def test_with_token_authentication_off(tmp_path) -> None:
-    """And with the graph in one process, which needs no further actors."""
-    args = {"pipeline": {"graph": "local"}, "drafter": {"kind": "off"}}
-    with serve(tmp_path / "log", args, RAY_AUTH_MODE="disabled") as served:
-        body = {"model": MODEL, "messages": FRANCE, "temperature": 0}
-        answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
-        assert json.loads(answer.content)["choices"][0]["message"]["content"] == PARIS
