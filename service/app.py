@@ -3,11 +3,13 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from service.api.client import PipelineStatus, PipelineUnavailableError
@@ -23,6 +25,7 @@ from service.text.tokenizer import Tokenizer
 log = logging.getLogger("ray.serve")
 
 STATUS_TIMEOUT_S = 5.0
+UNAVAILABLE = (RayError, RayServeException)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -99,18 +102,19 @@ class HandlePipeline:
         try:
             async for event in stream:
                 yield event
-        except RayError as error:
+        except UNAVAILABLE as error:
             log.warning("request %s lost its pipeline: %s", request.request_id, error)
             raise PipelineUnavailableError("The pipeline was lost; try again.") from error
         finally:
-            stream.cancel()  # the replica aborts the request, if it still runs
+            with suppress(*UNAVAILABLE):  # where there was no replica, that is raised again
+                stream.cancel()  # the replica aborts the request, if it still runs
 
     async def status(self) -> PipelineStatus:
         try:
             status: PipelineStatus = await asyncio.wait_for(
                 self._handle.status.remote(), STATUS_TIMEOUT_S
             )
-        except (RayError, TimeoutError) as error:
+        except (*UNAVAILABLE, TimeoutError) as error:
             raise PipelineUnavailableError("The pipeline is not there (yet).") from error
         return status
 

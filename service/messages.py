@@ -4,6 +4,7 @@ Nothing here needs torch or Ray. Tensors travel beside them, from actor to actor
 (`service.pipeline.stage`, `service.pdm.drafter`); what the engine sees is small and plain.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +85,18 @@ class Rows:
     slot: int
     start: int
     count: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+def spans(rows: Iterable[Rows]) -> Iterator[tuple[Rows, slice]]:
+    """Rows laid end to end in a tensor's dimension: each with its place."""
+    done = 0
+    for r in rows:
+        yield r, slice(done, done + r.count)
+        done += r.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Every metric, once. Ray exports `spd_x` of every process on its node's metrics port, as
 `ray_spd_x` (a counter as `ray_spd_x_total`), with the deployment and the replica as labels.
 
-An observation costs about 4 us, so that a cycle of n stages pays some 4 (n + 6) us: record it while
-the next one runs.
+An observation costs about 4 us: some 4 (n + 6) us between two cycles of n stages.
 """
 
 import threading
@@ -82,7 +81,7 @@ class Metrics:
     def _make_request_metrics(self) -> None:
         self._running = self._gauge("num_requests_running", "Requests that have a slot.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a slot.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all requests.")
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._finished = self._counter(
             "request_success",

@@ -131,7 +131,10 @@ def draft(
         best = _draw(log_q, ids, sampling.key, Stream.GUMBEL, position)
         return Proposal(int(ids[best]), "point"), None
     drawn = _draw(log_q, ids, sampling.key, Stream.DRAFT, position)
-    return Proposal(int(ids[drawn]), "pdm"), log_q.exp()
+    q = log_q.exp()
+    if bool(q.isnan().any()):  # the PDM has overflowed; then `drawn` was certain
+        return Proposal(int(ids[drawn]), "point"), None
+    return Proposal(int(ids[drawn]), "pdm"), q
 
 
 # --- verification -------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ def _check_error(response: httpx.Response, status: int, param: str | None, code:
 
 
 FAILURES = [
-    (Failure("A stage died."), 500, "A stage died."),
+    (Failure("A stage died."), 503, "The pipeline failed; try again."),
     (PipelineUnavailableError("No replica."), 503, "No replica."),
     (RuntimeError("secret"), 500, "Internal server error."),
 ]

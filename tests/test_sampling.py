@@ -692,3 +692,23 @@ def test_the_engines_distribution(small: Path, tmp_path: Path, drafter: str, how
         assert drafted == 0
     else:
         assert 0.02 < accepted / drafted < 0.9
+
+
+def test_an_overflown_pdm_does_not_falsify_the_text() -> None:
+    """A draft that NaN made certain is a `point` proposal: had it come with q, all tokens of the
+    draft vocabulary would be lost from the residual."""
+    logits = torch.zeros(8)
+    logits[3] = math.nan
+    proposal, q = draft(logits, torch.arange(8), Sampling(temperature=1.0, key=1), 5)
+    assert (proposal.kind, q) == ("point", None)
+    drawn = {
+        verify(torch.zeros(16), Sampling(temperature=1.0, key=key), 5, proposal)[0]
+        for key in range(500)
+    }
+    assert drawn == set(range(16))
+
+
+def test_an_overflown_target_gives_a_token() -> None:
+    """A void text, but no exception that would end the pipeline for all."""
+    logits = torch.full((16,), math.nan)
+    assert verify(logits, Sampling(temperature=1.0, key=1), 5, None) == (0, None)

@@ -32,7 +32,7 @@ from service.pdm.features import default_anchors, reachable_types
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.graph import Graph
 from service.pipeline.partition import balanced_layers, stage_bounds
-from service.pipeline.stage import ActorSpec
+from service.pipeline.spec import ActorSpec
 
 VOCABULARY = 97
 

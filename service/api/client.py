@@ -1,5 +1,6 @@
 """What the routes need of the rest of the server: a pipeline and a tokenizer."""
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from typing import Protocol
 
 from service.api.errors import ApiError
 from service.messages import Delta, Event, Failure, GenerateRequest
+
+logger = logging.getLogger(__name__)
 
 
 class PipelineUnavailableError(Exception):
@@ -54,8 +57,9 @@ async def deltas(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Delta, N
     try:
         async with aclosing(events):
             async for event in events:
-                if isinstance(event, Failure):
-                    raise ApiError(500, event.message)
+                if isinstance(event, Failure):  # its message is for the operator
+                    logger.error("The pipeline failed: %s", event.message)
+                    raise ApiError(503, "The pipeline failed; try again.")
                 finished = event.stats is not None
                 yield event
     except PipelineUnavailableError as error:

@@ -1,5 +1,6 @@
 """The routes, as an application made from its parts."""
 
+import asyncio
 import logging
 import re
 import time
@@ -87,7 +88,9 @@ def _generation(pipeline: PipelineClient, served: Served) -> APIRouter:
         envelope = Envelope(reply, served.model)
         # The client's id alone may come twice.
         request_id = f"{envelope.id}-{request.state.request_id}"
-        stream = deltas(pipeline.generate(served.request(body, request_id)))
+        # In a thread: a long prompt takes its time, and other streams go through this loop.
+        generate = await asyncio.to_thread(served.request, body, request_id)
+        stream = deltas(pipeline.generate(generate))
         if not body.stream:
             return await until_disconnect(request.receive, _whole(envelope, stream))
         # The first token decides the status, so it is awaited before any of the response is sent.

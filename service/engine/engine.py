@@ -9,12 +9,15 @@ from queue import Empty, SimpleQueue
 from service.engine.recorder import Recorder
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence, Sink
-from service.messages import CycleResult, Delta, Failure, GenerateRequest
+from service.messages import CyclePlan, CycleResult, Delta, Failure, GenerateRequest
 from service.pipeline.graph import Graph, GraphError
 
 log = logging.getLogger(__name__)
 
 Command = Callable[[], None]
+
+CLOSE_SECONDS = 10.0
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class Engine:
@@ -44,6 +47,9 @@ class Engine:
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Queues a request. `sink` gets its events in the engine's thread and must not block."""
+        if not self._running:
+            sink(Failure(SHUTTING_DOWN))
+            return
         arrived = time.perf_counter()
         self._commands.put(lambda: self._add(request, sink, arrived))
 
@@ -52,9 +58,10 @@ class Engine:
         self._commands.put(lambda: self._abort(request_id))
 
     def close(self) -> None:
-        """Ends the thread after the running cycle, and the graph with it."""
+        """Ends the thread after the running cycle, and the graph with it. Gives up on a cycle that
+        hangs: the process ends anyway."""
         self._commands.put(self._stop)
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
 
     @property
     def alive(self) -> bool:
@@ -75,8 +82,10 @@ class Engine:
                 self._cycle(graph)
         except Exception as error:
             self._fail(error)
-        finally:
+        try:
             graph.close()
+        except Exception:
+            log.exception("the graph could not be closed")
         while self._running:  # requests that come before a failed replica is replaced
             self._commands.get()()
 
@@ -89,7 +98,7 @@ class Engine:
         result = graph.run(plan)
         for sequence, delta in self._scheduler.apply(result):
             self._deliver(sequence, delta)
-        self._record(result)
+        self._record(plan, result)
 
     def _hear_commands(self) -> bool:
         """Carries out what other threads have asked for; False once it was to stop."""
@@ -120,7 +129,7 @@ class Engine:
 
     def _stop(self) -> None:
         self._running = False
-        self._drop_all("the server is shutting down")
+        self._drop_all(SHUTTING_DOWN)
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
         sequence.sink(delta)
@@ -135,10 +144,10 @@ class Engine:
             del self._clocks[request_id]
             self._recorder.request_finished(delta.finish_reason, now - clock.arrived)
 
-    def _record(self, result: CycleResult) -> None:
+    def _record(self, plan: CyclePlan, result: CycleResult) -> None:
         self._recorder.cycle(result, self._scheduler.running, self._scheduler.waiting)
         error = result.drafter.error if result.drafter else None
-        if error != self.draft_error:
+        if error != self.draft_error and (error or plan.drafts):  # success is a draft that came
             log.warning("speculation: %s", error or "works again")
             self.draft_error = error
 

@@ -15,7 +15,7 @@ class Recorder(Protocol):
         as drafts, accepted drafts and flushes."""
 
     def request_started(self, prompt_tokens: int) -> None:
-        """A request has left the queue for a slot."""
+        """A request has come, and is queued."""
 
     def first_token(self, seconds: float) -> None:
         """A request has its first token, so long after it arrived."""

@@ -170,13 +170,13 @@ class Scheduler:
         rows = s.rows[0]
         assert rows is not None
         if rows.start < len(s.tokens):
-            return tuple(s.tokens[rows.start : rows.start + rows.count])
+            return tuple(s.tokens[rows.start : rows.end])
         return (s.ahead[rows.start - len(s.tokens)].token,)
 
     def _verification(self, s: Sequence) -> Verify | None:
         """Due when the row before the first uncertain position is in the last stage."""
         rows, position = s.rows[-1], len(s.tokens)
-        if rows is None or rows.start + rows.count != position:
+        if rows is None or rows.end != position:
             return None
         return Verify(s.slot, position, s.request.sampling, s.ahead[0] if s.ahead else None)
 

@@ -23,7 +23,6 @@ from service.pdm.features import reachable_types
 from service.pdm.module import PDM, Aggregation
 from service.pipeline.cache import SlotCache
 from service.pipeline.layers import (
-    HEAD,
     NORM,
     DecoderLayers,
     WeightReader,
@@ -92,6 +91,11 @@ def check_fits(
         )
     if pdm.hidden_size != config.hidden_size:
         problems.append(f"its hidden size is {pdm.hidden_size}, the target's {config.hidden_size}")
+    if len(bounds) - 1 not in pdm.widths:
+        problems.append(
+            f"it was made for the pipeline widths {list(pdm.widths)}, and this one has "
+            f"{len(bounds) - 1} stages"
+        )
     if pdm.layers > config.num_hidden_layers:
         problems.append(f"it has {pdm.layers} layers, the target {config.num_hidden_layers}")
     anchors = pdm.anchors
@@ -103,8 +107,7 @@ def check_fits(
         )
     elif missing := sorted(set(reachable_types(anchors, bounds)) - set(pdm.types)):
         problems.append(
-            f"stages of bounds {list(bounds)} need features of the types {missing}, which it "
-            f"lacks; it was made for the pipeline widths {list(pdm.widths)}"
+            f"stages of bounds {list(bounds)} need features of the types {missing}, which it lacks"
         )
     if problems:
         raise ConfigError("drafter.checkpoint does not fit: " + "; ".join(problems))
@@ -170,7 +173,7 @@ def untrained_pdm(
         tensors[f"layers.0.{name}"] = read(f"model.layers.{last}.{name}", torch.float32, cpu)
     draft_ids = untrained_draft_ids(config)
     tensors["norm.weight"] = read(NORM, torch.float32, cpu)
-    tensors["head.weight"] = read(HEAD, torch.float32, cpu)[draft_ids]
+    tensors["head.weight"] = read(read.head_name(config), torch.float32, cpu)[draft_ids]
     tensors["draft_ids"] = draft_ids.int()
     made_for = PdmConfig(
         format=1,

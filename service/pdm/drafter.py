@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service.messages import CyclePlan, Draft, DraftReport, Rows
+from service.messages import CyclePlan, Draft, DraftReport, Rows, spans
 from service.pdm.checkpoint import (
     PdmConfig,
     build_pdm,
@@ -17,7 +17,7 @@ from service.pdm.checkpoint import (
 from service.pdm.features import type_of_depth
 from service.pipeline.cache import Batch
 from service.pipeline.layers import EMBEDDING, WeightReader
-from service.pipeline.stage import ActorSpec
+from service.pipeline.spec import ActorSpec
 from service.sampling import draft
 from service.target import load_target_config
 
@@ -30,7 +30,8 @@ class Drafter:
     """Drafts the next token of each sequence from the hidden states of the rows in flight.
 
     State: `_in_flight[d]`, what the rows that have finished d stages (1 <= d <= n) have tapped so
-    far; those at n have just left the pipeline. And the PDM's keys and values, in slots.
+    far; those at n have just left the pipeline. `_behind` is the same of the cycle before, while
+    the taps of a cycle come in. And the PDM's keys and values, in slots.
     """
 
     def __init__(self, spec: ActorSpec, checkpoint: str | None) -> None:
@@ -49,8 +50,11 @@ class Drafter:
             made_for, tensors, config, spec.slots, spec.max_len, spec.torch_dtype, self._device
         )
         self._types = [type_of_depth(spec.anchors, spec.bounds, d) for d in range(spec.stages + 1)]
-        self._in_flight: list[States] = [{} for _ in range(spec.stages + 1)]
+        self._in_flight = self._behind = self._nothing()
         self._report = DraftReport(0.0)
+
+    def _nothing(self) -> list[States]:
+        return [{} for _ in range(self._spec.stages + 1)]
 
     @torch.inference_mode()  # on every method: Ray runs graph methods on a thread of its own
     def draft(self, plan: CyclePlan) -> Tensor | None:
@@ -74,25 +78,21 @@ class Drafter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._report = DraftReport(time.perf_counter() - began, tuple(drafts), error)
+        self._behind, self._in_flight = self._in_flight, self._nothing()
         return torch.stack(q) if q else None
 
     @torch.inference_mode()
-    def accept(self, plan: CyclePlan, *outputs: Tensor | None) -> DraftReport:
-        """Takes the taps of every stage's rows [1 + taps, R, H] (None without rows), for the next
+    def accept(self, plan: CyclePlan, stage: int, output: Tensor | None) -> None:
+        """Takes the taps of a stage's rows [1 + taps, R, H] (None without rows), for the next
         cycle."""
-        behind = self._in_flight
-        self._in_flight = [{} for _ in behind]
-        for stage, (rows, output) in enumerate(zip(plan.stages, outputs, strict=True)):
-            done = 0
-            for r in rows:
-                assert output is not None
-                states = output[1:, done : done + r.count].transpose(0, 1)  # [count, taps, H]
-                if stage > 0:
-                    states = torch.cat([behind[stage][r], states], dim=1)
-                else:
-                    states = torch.cat([self._embed(plan, r)[:, None], states], dim=1)
-                self._in_flight[stage + 1][r] = states
-                done += r.count
+        for r, at in spans(plan.stages[stage]):
+            assert output is not None
+            known = self._embed(plan, r)[:, None] if stage == 0 else self._behind[stage][r]
+            taps = output[1:, at].transpose(0, 1)  # [count, taps, H]
+            self._in_flight[stage + 1][r] = torch.cat([known, taps], dim=1)
+
+    def report(self) -> DraftReport:
+        """What the engine wants to know of this cycle."""
         return self._report
 
     def _embed(self, plan: CyclePlan, rows: Rows) -> Tensor:
@@ -102,23 +102,19 @@ class Drafter:
 
     def _logits(self, plan: CyclePlan) -> Tensor:
         """One forward over the rows of this cycle -> logits [drafts, D]."""
-        spans = self.rows(plan)
-        if not spans:
+        parts = self.rows(plan)
+        if not parts:
             return self.pdm.head.weight.new_empty(0, 0)
-        batch = Batch([Rows(r.slot, r.start, len(f)) for r, f in spans], self._device)
-        features = torch.cat([f for _, f in spans])  # [R, H]
-        newest, done = {}, 0
-        for r, f in spans:
-            done += len(f)
-            newest[r.slot, r.start + len(f)] = done - 1
+        batch = Batch([rows for rows, _ in parts], self._device)
+        features = torch.cat([feature for _, feature in parts])  # [R, H]
+        newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(batch.rows)}
         logits: Tensor = self.pdm(
             features, batch, [newest[o.slot, o.position] for o in plan.drafts]
         )
         return logits
 
     def rows(self, plan: CyclePlan) -> list[tuple[Rows, Tensor]]:
-        """The PDM's rows of this cycle: for each sequence its first rows and the features [R, H] of
-        them and their successors, without gaps.
+        """The PDM's rows of this cycle, without gaps for each sequence, and their features [R, H].
 
         These are the rows that have just left the pipeline, as deepest type (their keys and values
         are kept), and, where a draft is ordered, all rows in flight, each as the type of its depth.
@@ -136,6 +132,9 @@ class Drafter:
                 feature = self.pdm.aggregation(states.flatten(1), self._types[depth])
                 by_slot.setdefault(r.slot, []).append((r, feature))
         return [
-            (parts[0][0], torch.cat([feature for _, feature in parts]))
-            for parts in by_slot.values()
+            (
+                Rows(slot, parts[0][0].start, sum(r.count for r, _ in parts)),
+                torch.cat([f for _, f in parts]),
+            )
+            for slot, parts in by_slot.items()
         ]

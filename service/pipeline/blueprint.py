@@ -16,7 +16,7 @@ from service.pdm.checkpoint import (
 )
 from service.pdm.features import default_anchors
 from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
-from service.pipeline.stage import ActorSpec
+from service.pipeline.spec import ActorSpec
 from service.target import check_context, load_target_config, resolve_target
 
 

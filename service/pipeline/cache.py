@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from service.messages import Rows
+from service.messages import Rows, spans
 
 ATTENTION = "spd_slots"
 
@@ -25,13 +25,13 @@ class Batch:
     def __init__(self, rows: Sequence[Rows], device: torch.device) -> None:
         self.rows = tuple(rows)
         self.positions = torch.cat(  # [1, R]
-            [torch.arange(r.start, r.start + r.count) for r in rows]
+            [torch.arange(r.start, r.end) for r in rows]
         )[None].to(device)
         self._masks: dict[tuple[Rows, int | None], Tensor] = {}
 
     def mask(self, rows: Rows, window: int | None) -> Tensor | None:
         """Which positions [0, start + count) each of the rows sees: [count, start + count] bool."""
-        end = rows.start + rows.count
+        end = rows.end
         if rows.count == 1 and (window is None or end <= window):
             return None  # one row sees all that is there
         key = (rows, window)
@@ -72,15 +72,11 @@ class SlotCache:
     ) -> tuple[Tensor, Tensor]:
         """Writes rows [1, kv_heads, R, head_dim] at their places and returns the layer's whole
         keys and values [slots, kv_heads, max_len, head_dim], for `slot_attention`."""
-        keys, values = (
-            self._keys[layer_idx - self._first_layer],
-            self._values[layer_idx - self._first_layer],
-        )
-        done = 0
-        for r in kwargs["batch"].rows:
-            keys[r.slot, :, r.start : r.start + r.count] = key[0, :, done : done + r.count]
-            values[r.slot, :, r.start : r.start + r.count] = value[0, :, done : done + r.count]
-            done += r.count
+        layer = layer_idx - self._first_layer
+        keys, values = self._keys[layer], self._values[layer]
+        for r, at in spans(kwargs["batch"].rows):
+            keys[r.slot, :, r.start : r.end] = key[0, :, at]
+            values[r.slot, :, r.start : r.end] = value[0, :, at]
         return keys, values
 
 
@@ -97,20 +93,17 @@ def slot_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of rows [1, heads, R, head_dim] over their slots -> [1, R, heads, head_dim]."""
-    outputs, done = [], 0
-    for r in batch.rows:
-        end = r.start + r.count
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, done : done + r.count],
-                keys[r.slot : r.slot + 1, :, :end],
-                values[r.slot : r.slot + 1, :, :end],
-                attn_mask=batch.mask(r, sliding_window),
-                scale=scaling,
-                enable_gqa=True,
-            )
+    outputs = [
+        F.scaled_dot_product_attention(
+            query[:, :, at],
+            keys[r.slot : r.slot + 1, :, : r.end],
+            values[r.slot : r.slot + 1, :, : r.end],
+            attn_mask=batch.mask(r, sliding_window),
+            scale=scaling,
+            enable_gqa=True,
         )
-        done += r.count
+        for r, at in spans(batch.rows)
+    ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.transpose(1, 2), None
 

@@ -39,10 +39,12 @@ class WeightReader:
             with safe_open(file, framework="pt") as tensors:
                 self._files = dict.fromkeys(tensors.keys(), file)
 
+    def head_name(self, config: PretrainedConfig) -> str:
+        """The head's tensor: its own if there is one, whatever the config says of tying."""
+        return EMBEDDING if config.tie_word_embeddings and HEAD not in self._files else HEAD
+
     def __call__(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor by its name in the model; a head that shares the embedding is found there."""
-        if name == HEAD and name not in self._files:
-            name = EMBEDDING
+        """One tensor by its name in the model."""
         if name not in self._files:
             raise ConfigError(f"the target's safetensors files have no tensor {name!r}")
         with safe_open(self._files[name], framework="pt", device=str(device)) as tensors:

@@ -29,18 +29,21 @@ class LocalGraph:
             forwards = [self._threads.submit(stage.forward, plan) for stage in self.stages]
             q = self._threads.submit(self.drafter.draft, plan) if self.drafter else None
             outputs = [forward.result() for forward in forwards]
-            reports = tuple(
-                stage.accept(
-                    plan,
-                    upstream=None if stage.is_first else outputs[stage.index - 1],
-                    q=q.result() if q and stage.is_last else None,
-                )
-                for stage in self.stages
-            )
-            draft_report = self.drafter.accept(plan, *outputs) if self.drafter else None
+            for stage, upstream in zip(self.stages[1:], outputs, strict=False):
+                stage.accept(plan, upstream)
+            if self.drafter and q:
+                self.stages[-1].accept_q(plan, q.result())
+                for k, output in enumerate(outputs):
+                    self.drafter.accept(plan, k, output)
         except Exception as error:
-            raise GraphError(f"a stage failed: {type(error).__name__}: {error}") from error
-        return CycleResult(reports, draft_report, time.perf_counter() - began)
+            raise GraphError(
+                f"in cycle {plan.cycle} a stage failed: {type(error).__name__}: {error}"
+            ) from error
+        return CycleResult(
+            stages=tuple(stage.report() for stage in self.stages),
+            drafter=self.drafter.report() if self.drafter else None,
+            seconds=time.perf_counter() - began,
+        )
 
     def close(self) -> None:
         self._threads.shutdown()

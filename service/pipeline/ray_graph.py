@@ -1,8 +1,6 @@
 """The graph as Ray actors joined by a compiled graph. All use of `ray.dag` is here.
 
-One execution is one cycle. Every actor has a `forward` (or `draft`) node that depends on the plan
-alone, so all run at once, then an `accept` node that takes over what its neighbour has just
-produced. Tensor edges use NCCL between GPUs and shared memory on CPUs.
+One execution is one cycle. Tensor edges use NCCL between GPUs and shared memory on CPUs.
 """
 
 import logging
@@ -12,12 +10,13 @@ from typing import Any
 
 import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
-from ray.exceptions import RayChannelError, RayError
+from ray.exceptions import RayChannelTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
 
 from service.config import PipelineSettings
-from service.messages import CyclePlan, CycleResult
+from service.messages import CyclePlan, CycleResult, DraftReport, StageReport
 from service.pdm.drafter import Drafter
 from service.pdm.features import stage_anchors
 from service.pipeline.blueprint import Blueprint
@@ -48,15 +47,59 @@ def _size_buffers(size: int) -> None:
 
 
 class _StageActor(Stage):
+    """A stage with the methods that only a graph of actors needs; see `wire`."""
+
     def __init__(self, buffers: int, *args: Any) -> None:
         _size_buffers(buffers)
         super().__init__(*args)
+
+    def send(self, output: Tensor | None) -> Tensor | None:
+        return output
+
+    def report_after(self, *_done: None) -> StageReport:
+        return self.report()
 
 
 class _DrafterActor(Drafter):
     def __init__(self, buffers: int, *args: Any) -> None:
         _size_buffers(buffers)
         super().__init__(*args)
+
+    def send(self, q: Tensor | None) -> Tensor | None:
+        return q
+
+    def report_after(self, *_done: None) -> DraftReport:
+        return self.report()
+
+
+def wire(stages: Sequence[Any], drafter: Any, transport: str) -> MultiOutputNode:
+    """The nodes of one cycle, over actor handles; `drafter` may be None.
+
+    Each actor first runs `forward` (or `draft`), which depends on the plan alone: all run at once.
+    What other actors read leaves by a `send` of its own, and each `accept` takes one such
+    message: Ray places an NCCL write and its reads together, as soon as the write is ready, and
+    allows a reader no other input. The last node of each actor, which follows all others, tells
+    the engine. So the plan goes to every actor, and one small report comes back from each.
+    """
+    with InputNode() as plan:
+        forwards = [stage.forward.bind(plan) for stage in stages]
+        draft = drafter.draft.bind(plan) if drafter else None
+        read = len(stages) if drafter else len(stages) - 1  # nobody else reads the last one
+        sent = [
+            stage.send.bind(forward).with_tensor_transport(transport)
+            for stage, forward in zip(stages[:read], forwards, strict=False)
+        ]
+        done: list[list[Any]] = [[forward] for forward in forwards]
+        for k, upstream in enumerate(sent[: len(stages) - 1], start=1):
+            done[k].append(stages[k].accept.bind(plan, upstream))
+        if drafter:
+            q = drafter.send.bind(draft).with_tensor_transport(transport)
+            done[-1].append(stages[-1].accept_q.bind(plan, q))
+            done.append([draft, *(drafter.accept.bind(plan, k, s) for k, s in enumerate(sent))])
+        actors = [*stages, *([drafter] if drafter else [])]
+        return MultiOutputNode(
+            [actor.report_after.bind(*nodes) for actor, nodes in zip(actors, done, strict=True)]
+        )
 
 
 class RayGraph:
@@ -94,8 +137,10 @@ class RayGraph:
         self._graph: Any = None
         try:
             ray.get([a.__ray_ready__.remote() for a in self._actors])
-            self._graph = self._compile("nccl" if spec.device == "cuda" else "shm")
-        except RayError as error:
+            cycle = wire(self.stages, self.drafter, "nccl" if spec.device == "cuda" else "shm")
+            # Plan c+1 is a function of result c, so one execution is outstanding.
+            self._graph = cycle.experimental_compile(_max_inflight_executions=1)
+        except Exception as error:  # compiling raises what it likes
             self.close()
             raise GraphError(f"the pipeline could not be built: {_reason(error)}") from error
 
@@ -103,37 +148,16 @@ class RayGraph:
     def _actors(self) -> list[Any]:
         return [*self.stages, *([self.drafter] if self.drafter else [])]
 
-    def _compile(self, transport: str) -> Any:
-        with InputNode() as plan:
-            forwards = [stage.forward.bind(plan) for stage in self.stages]
-            for forward in forwards if self.drafter else forwards[:-1]:
-                forward.with_tensor_transport(transport)
-            q = None
-            if self.drafter:
-                q = self.drafter.draft.bind(plan).with_tensor_transport(transport)
-            # Ray wants a reader for every node. Without a drafter the last forward has none, so
-            # its own actor reads it.
-            unread = None if self.drafter else forwards[-1]
-            reports = []
-            for k, stage in enumerate(self.stages):
-                upstream = forwards[k - 1] if k else None
-                last = (q, unread) if stage is self.stages[-1] else ()
-                reports.append(stage.accept.bind(plan, upstream, *last))
-            if self.drafter:
-                reports.append(self.drafter.accept.bind(plan, *forwards))
-            # The engine's plan c+1 is a function of result c, so one execution is outstanding.
-            return MultiOutputNode(reports).experimental_compile(_max_inflight_executions=2)
-
     def run(self, plan: CyclePlan) -> CycleResult:
         began = time.perf_counter()
         try:
             reports = ray.get(self._graph.execute(plan), timeout=self._timeout)
-        except RayChannelError as error:
-            raise GraphError(
-                f"a stage or the drafter died or took more than {self._timeout} s: {_reason(error)}"
-            ) from error
+        except RayChannelTimeoutError as error:
+            raise GraphError(f"cycle {plan.cycle} took more than {self._timeout} s") from error
         except RayError as error:
-            raise GraphError(f"a stage or the drafter failed: {_reason(error)}") from error
+            raise GraphError(
+                f"in cycle {plan.cycle} a stage or the drafter failed: {_reason(error)}"
+            ) from error
         count = len(self.stages)
         drafter = reports[count] if self.drafter else None
         return CycleResult(tuple(reports[:count]), drafter, time.perf_counter() - began)

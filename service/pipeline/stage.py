@@ -2,18 +2,16 @@
 (embedding) and the last (norm, head, verification). A plain class: the graphs wrap it."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from service.messages import CyclePlan, Rows, StageReport, Verdict, Verify
+from service.messages import CyclePlan, Rows, StageReport, Verdict, Verify, spans
 from service.pdm.features import stage_anchors
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import (
     EMBEDDING,
-    HEAD,
     NORM,
     DecoderLayers,
     WeightReader,
@@ -21,31 +19,9 @@ from service.pipeline.layers import (
     model_skeleton,
     rotary_embedding,
 )
+from service.pipeline.spec import ActorSpec
 from service.sampling import DraftDistribution, uses_q, verify
 from service.target import load_target_config
-
-
-@dataclass(frozen=True, slots=True)
-class ActorSpec:
-    """What stages and drafter have in common. `bounds` are a(0)..a(n), see `stage_bounds`."""
-
-    folder: str
-    bounds: tuple[int, ...]
-    anchors: tuple[int, ...]  # empty: nothing is tapped
-    slots: int
-    max_len: int
-    dtype: str
-    device: str
-    threads: int
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
-    def stages(self) -> int:
-        return len(self.bounds) - 1
 
 
 class Stage:
@@ -86,8 +62,9 @@ class Stage:
         if self.is_last:
             self.norm: nn.Module = skeleton.model.norm
             fill(self.norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, device))
-            tied = self.is_first and config.tie_word_embeddings
-            self.head = self.embedding if tied else read(HEAD, dtype, device)  # [V, H]
+            head = read.head_name(config)
+            shared = self.is_first and head == EMBEDDING
+            self.head = self.embedding if shared else read(head, dtype, device)  # [V, H]
 
     def parameter_count(self) -> int:
         """Numbers held as weights, a shared tensor counted once."""
@@ -117,21 +94,22 @@ class Stage:
         return out
 
     @torch.inference_mode()
-    def accept(
-        self,
-        plan: CyclePlan,
-        upstream: Tensor | None = None,
-        q: Tensor | None = None,
-        _own: Tensor | None = None,
-    ) -> StageReport:
-        """Takes over, for the next cycle, the upstream stage's rows [1 + taps, R, H] and, in the
-        last stage, the distributions q [drafts that need one, D] of this cycle's drafts."""
+    def accept(self, plan: CyclePlan, upstream: Tensor | None) -> None:
+        """Takes over, for the next cycle, the upstream stage's rows [1 + taps, R, H]."""
         if upstream is not None:
             self._inbox = (plan.stages[self.index - 1], upstream[0])
+
+    @torch.inference_mode()
+    def accept_q(self, plan: CyclePlan, q: Tensor | None) -> None:
+        """Keeps the distributions [drafts that need one, D] of this cycle's drafts, in the last
+        stage, until these are verified or void."""
         if q is not None:
             wanted = [d for d in plan.drafts if uses_q(d.sampling)]
             for order, probs in zip(wanted, q, strict=True):
                 self._q[order.slot, order.position] = probs
+
+    def report(self) -> StageReport:
+        """What the engine wants to know of this cycle."""
         return StageReport(self._seconds, self._verdicts)
 
     def _embed(self, plan: CyclePlan) -> Tensor:
@@ -146,11 +124,8 @@ class Stage:
         received, hidden = self._inbox
         if rows == received:
             return hidden
-        offset, done = {}, 0
-        for r in received:
-            offset[r] = done
-            done += r.count
-        return torch.cat([hidden[offset[r] : offset[r] + r.count] for r in rows])
+        places = dict(spans(received))
+        return torch.cat([hidden[places[r]] for r in rows])
 
     def _forget_void_q(self, plan: CyclePlan) -> None:
         in_flight = {(r.slot, r.start) for rows in plan.stages for r in rows}
@@ -162,10 +137,7 @@ class Stage:
         """The target's tokens. The head runs on the rows before the ordered positions alone."""
         if not orders:
             return ()
-        newest, done = {}, 0
-        for r in rows:
-            done += r.count
-            newest[r.slot, r.start + r.count] = done - 1
+        newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(rows)}
         picked = hidden[[newest[order.slot, order.position] for order in orders]]
         logits = nn.functional.linear(self.norm(picked), self.head).float()  # [orders, V]
         return tuple(
