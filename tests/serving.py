@@ -28,8 +28,8 @@ class Served:
     log: Path
 
     def stop(self, most: float = 60) -> int:
-        """Ctrl-C, once; the exit code."""
-        self.process.send_signal(signal.SIGINT)
+        """Ctrl-C, as a terminal sends it: once, to all processes of the group; the exit code."""
+        os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(most)
 
 
