@@ -4,13 +4,19 @@ runs already, as that of tests/test_serve.py does until its last test."""
 import httpx
 
 from tests.serving import serve
-from tests.test_serve import FRANCE, MODEL, PARIS
+from tests.test_serve import FRANCE, PARIS
 
 
-def test_token_authentication_off_and_the_graph_in_one_process(tmp_path) -> None:
-    args = {"pipeline": {"graph": "local"}, "drafter": {"kind": "off"}}
+def test_a_folder_in_one_process_without_token_authentication(tmp_path, default_model) -> None:
+    """`model` is a Hugging Face folder here, under a name of its own; the graph is threads."""
+    args = {
+        "model": str(default_model),
+        "served_model_name": "mine",
+        "pipeline": {"graph": "local"},
+        "drafter": {"kind": "off"},
+    }
     with serve(tmp_path / "log", args, RAY_AUTH_MODE="disabled") as served:
-        body = {"model": MODEL, "messages": FRANCE, "temperature": 0}
+        body = {"model": "mine", "messages": FRANCE, "temperature": 0}
         answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"] == PARIS
         assert httpx.get(f"{served.url}/ready").json()["speculation"] == "off"
