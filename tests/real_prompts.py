@@ -14,12 +14,8 @@ CHATS: list[list[dict[str, str]]] = [
         "Repeat the word 'pipeline' twenty times.",
         "A train goes 60 km in 45 minutes. What is its speed in km/h? Think step by step.",
         "Give me a JSON object with the fields name, age and city.",
-        "Who are you?",
         "What's the difference between a list and a tuple in Python? Show code.",
         "Write a haiku about 🍂 and 🍁.",
-        "Why is the sky blue?",
-        "Write an SQL query for the ten newest rows of the table orders.",
-        "Finish this: to be, or not to be,",
         "Name five fruits, one on each line, with a number before each.",
     )
 ]

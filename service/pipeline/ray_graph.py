@@ -46,8 +46,10 @@ def _size_buffers(size: int) -> None:
     DAGContext.get_current().buffer_size_bytes = size
 
 
-class _StageActor(Stage):
-    """A stage with the methods that only a graph of actors needs; see `wire`."""
+class _Actor:
+    """What stages and drafter need in a graph of actors, beside what they do; see `wire`."""
+
+    report: Any
 
     def __init__(self, buffers: int, *args: Any) -> None:
         _size_buffers(buffers)
@@ -56,20 +58,15 @@ class _StageActor(Stage):
     def send(self, output: Tensor | None) -> Tensor | None:
         return output
 
-    def report_after(self, *_done: None) -> StageReport:
-        return self.report()
+    def report_after(self, *_done: None) -> StageReport | DraftReport:
+        report: StageReport | DraftReport = self.report()
+        return report
 
 
-class _DrafterActor(Drafter):
-    def __init__(self, buffers: int, *args: Any) -> None:
-        _size_buffers(buffers)
-        super().__init__(*args)
+class _StageActor(_Actor, Stage): ...
 
-    def send(self, q: Tensor | None) -> Tensor | None:
-        return q
 
-    def report_after(self, *_done: None) -> DraftReport:
-        return self.report()
+class _DrafterActor(_Actor, Drafter): ...
 
 
 def wire(stages: Sequence[Any], drafter: Any, transport: str) -> MultiOutputNode:
