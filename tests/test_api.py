@@ -470,8 +470,10 @@ def test_request(http: httpx.Client, pipeline: FakePipeline) -> None:
 def test_request_defaults(http: httpx.Client, pipeline: FakePipeline) -> None:
     for _ in range(2):
         assert _post(http, TEXT).status_code == 200
-    first, second = pipeline.requests
-    assert first.max_tokens == MAX_LEN - len("hi")
+    first, second = pipeline.requests[:2]
+    assert first.max_tokens == 16  # as OpenAI's completions; a chat may fill the context
+    assert _post(http, CHAT).status_code == 200
+    assert pipeline.requests[2].max_tokens == MAX_LEN - len(pipeline.requests[2].prompt_ids)
     assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (1, 1, 0)
     assert not first.sampling.seeded
     assert first.sampling.key != second.sampling.key
@@ -490,7 +492,7 @@ HARMLESS: list[dict[str, Any]] = [
 def test_harmless(http: httpx.Client, pipeline: FakePipeline, extra: dict[str, Any]) -> None:
     assert _post(http, TEXT | extra).status_code == 200
     assert pipeline.requests[0].sampling.top_k == 0
-    assert pipeline.requests[0].max_tokens == MAX_LEN - len("hi")
+    assert pipeline.requests[0].max_tokens == (MAX_LEN - len("hi") if "max_tokens" in extra else 16)
 
 
 @pytest.mark.parametrize("prompt", ["ab", ["ab"], [97, 98]])

@@ -39,6 +39,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
 }
 _UINT64 = 2**64 - 1
+COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class Served:
             )
 
     def _max_tokens(self, body: GenerationBody, prompt_tokens: int) -> int:
-        """What was asked for, or the rest of the context if that is less."""
+        """What was asked for (by default all, or the 16 tokens of OpenAI's completions), or the
+        rest of the context if that is less."""
         old, new = body.max_tokens, body.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise ApiError(
@@ -120,7 +122,9 @@ class Served:
             )
         rest = self.max_len - prompt_tokens
         asked = old if new is None else new
-        return rest if asked is None else min(asked, rest)
+        if asked is None:
+            asked = COMPLETION_TOKENS if isinstance(body, CompletionBody) else rest
+        return min(asked, rest)
 
     def _sampling(self, body: GenerationBody) -> Sampling:
         seeded = body.seed is not None
