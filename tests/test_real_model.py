@@ -91,17 +91,39 @@ def make_pipeline(n: int, kind: str) -> Pipelined:
     return Pipelined(n, RayGraph(blueprint, settings.pipeline))
 
 
+class Running:
+    """The pipeline that runs at present: tests that want the same one share it."""
+
+    def __init__(self) -> None:
+        self.key: tuple[int, str] | None = None
+        self.pipelined: Pipelined | None = None
+
+    def get(self, key: tuple[int, str]) -> Pipelined:
+        if key != self.key:
+            self.stop()
+            if key[1] == "ray":
+                ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+            torch.set_num_threads(1)
+            self.pipelined, self.key = make_pipeline(*key), key
+        return self.pipelined
+
+    def stop(self) -> None:
+        if self.pipelined is not None:
+            self.pipelined.graph.close()
+            ray.shutdown()
+        self.key = self.pipelined = None
+
+
 @pytest.fixture(scope="module")
-def pipeline(request, model):  # noqa: ARG001 (the model before the threads are set to one)
-    n, kind = request.param
-    if kind == "ray":
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-    torch.set_num_threads(1)
-    pipelined = make_pipeline(n, kind)
-    yield pipelined
-    pipelined.graph.close()
-    if kind == "ray":
-        ray.shutdown()
+def running(model):  # noqa: ARG001 (the model before the threads are set to one)
+    running = Running()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def pipeline(request, running):
+    return running.get(request.param)
 
 
 def scores(model, tokens, sampling: Sampling) -> torch.Tensor:
