@@ -111,7 +111,7 @@ def make_scheduler(settings: Settings, blueprint: Blueprint) -> Scheduler:
         slots=pipeline.slots,
         max_len=pipeline.max_len,
         chunk=pipeline.chunk,
-        eos_ids=eos_token_ids(folder),
+        eos_ids=eos_token_ids(folder, tokenizer),
         new_text=lambda request: TextStream(tokenizer.decode, request.stop),
         proposer=lookup_proposer(drafter.lookup_min_match) if drafter.uses_lookup else None,
         uses_pdm=drafter.uses_pdm,

@@ -73,9 +73,9 @@ def load_target_config(folder: Path) -> "PretrainedConfig":
         raise ConfigError(f"model: the config of {folder} can't be used: {error}") from error
 
 
-def eos_token_ids(folder: Path) -> frozenset[int]:
+def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Every token that ends an answer: models name them in up to three places."""
-    ids = {Tokenizer.load(folder).eos_token_id}
+    ids = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         eos = _read_json(path).get("eos_token_id") if path.is_file() else None

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from service import target
 from service.config import DEFAULT_MODEL, ConfigError
+from service.text.tokenizer import Tokenizer
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -152,15 +153,15 @@ def test_quantized_and_broken_configs(folder: Path) -> None:
 
 
 def test_eos_tokens_come_from_three_places(default_model: Path, folder: Path) -> None:
-    assert target.eos_token_ids(default_model) == {2}
+    assert target.eos_token_ids(default_model, Tokenizer.load(default_model)) == {2}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(default_model / name, folder)
     change(folder, eos_token_id=5)
     change(folder, "generation_config.json", eos_token_id=[7, 2])
-    assert target.eos_token_ids(folder) == {2, 5, 7}
+    assert target.eos_token_ids(folder, Tokenizer.load(folder)) == {2, 5, 7}
     (folder / "generation_config.json").unlink()
     change(folder, eos_token_id=None)
-    assert target.eos_token_ids(folder) == {2}
+    assert target.eos_token_ids(folder, Tokenizer.load(folder)) == {2}
 
 
 def test_context(folder: Path) -> None:

@@ -82,7 +82,7 @@ class Case:
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{a}-untied": (a, {"tie_word_embeddings": False}) for a in ARCHITECTURES},
     **{f"{a}-tied": (a, {"tie_word_embeddings": True}) for a in ARCHITECTURES},
-    # The windows are refused by `check_context`, but the attention knows them.
+    # Windows shorter than the texts.
     "Mistral-window": ("MistralForCausalLM", {"sliding_window": 6}),
     "Qwen3-window": (
         "Qwen3ForCausalLM",
