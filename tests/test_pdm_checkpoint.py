@@ -104,6 +104,7 @@ def test_what_the_file_says(tmp_path: Path) -> None:
         "anchors": [0, 2, 5, 6],
         "types": [0, 1, 3],
         "layers": 1,
+        "previous": 0,
         "draft_vocabulary": 10,
     }
 
@@ -112,10 +113,12 @@ def test_what_the_file_says(tmp_path: Path) -> None:
 def test_a_drafter_holds_the_tensors_of_its_checkpoint(
     tmp_path: Path, target: Path, layers: int
 ) -> None:
-    folder = toy_pdm(tmp_path, target, bounds=BOUNDS, anchors=ANCHORS, layers=layers)
+    folder = toy_pdm(
+        tmp_path, target, bounds=BOUNDS, anchors=ANCHORS, layers=layers, previous=layers
+    )
     plan = blueprint(target, (2, 2, 2), pdm=folder)
     drafter = Drafter(plan.spec, plan.checkpoint)
-    held = {n.replace("layers.layers.", "layers."): t for n, t in drafter.pdm.named_parameters()}
+    held = dict(drafter.pdm.named_parameters())
     tensors = load_tensors(folder)
     assert torch.equal(drafter.pdm.draft_ids, tensors.pop("draft_ids").long())
     assert held.keys() == tensors.keys()
@@ -342,7 +345,7 @@ def test_an_untrained_pdm_is_made_of_the_target(tmp_path: Path, architecture: st
     assert torch.equal(tensors["head.weight"], model.lm_head.weight)
     assert tensors["draft_ids"].tolist() == list(range(config.vocab_size))
     assert pdm.draft_vocabulary == config.vocab_size
-    built = build_pdm(pdm, tensors, config, 1, 16, torch.float32, torch.device("cpu"))
+    built = build_pdm(pdm, tensors, config, torch.float32, torch.device("cpu"))
     assert not any(p.is_meta for p in built.parameters())
 
 

@@ -102,6 +102,7 @@ class Observer:
         self.anchors = anchors
         self.bounds = [sum(cut[:k]) for k in range(self.n + 1)]
         self.tensors = load_tensors(pdm)
+        self.previous = len([k for k in self.tensors if k.startswith("previous.")])
         self.pdm_layers = len({k.split(".")[1] for k in self.tensors if k.startswith("layers.")})
         self.graph = LocalGraph(blueprint(target.folder, cut, pdm=pdm))
         assert self.graph.drafter is not None
@@ -199,10 +200,24 @@ class Observer:
             ), "gaps or doubles"
             states = self.states(self.text[first.slot][: rows[-1].position + 1])
             for row, feature in zip(rows, features, strict=True):
-                mine = self.feature(states[:, row.position : row.position + 1], row.depth)[0]
+                mine = self.row_feature(states, row, rows)
                 torch.testing.assert_close(feature, mine, **CLOSE)
                 self.depths_seen.add(row.depth)
                 self.on_rows(first.slot, row)
+
+    def row_feature(self, states: Tensor, row: Row, rows: list[Row]) -> Tensor:
+        """The feature [H] of one row, the newest one's extra input included."""
+
+        def alone(position: int, depth: int) -> Tensor:
+            return self.feature(states[:, position : position + 1], depth)[0]
+
+        feature = alone(row.position, row.depth)
+        if row.depth == 0:
+            depths = {r.position: r.depth for r in rows}
+            for j in range(1, min(self.previous, self.n, row.position) + 1):
+                before = alone(row.position - j, depths.get(row.position - j, self.n))
+                feature = feature + self.tensors[f"previous.by_distance.{j - 1}.weight"] @ before
+        return feature
 
     # --- the logits ---------------------------------------------------------------------------
 
@@ -228,7 +243,12 @@ class Observer:
         """The draft's logits [D] behind a text, by one block of rows for each depth 0..n."""
         size, n = len(text), self.n
         states = self.states(text)
-        rows = torch.cat([self.feature(states, depth) for depth in range(n + 1)])  # [(n+1)S, H]
+        blocks = [self.feature(states, depth) for depth in range(n + 1)]  # each [S, H]
+        newest = blocks[0].clone()
+        for j in range(1, min(self.previous, n) + 1):
+            before = blocks[j if j < min(fill, n) else n]
+            newest[j:] += before[:-j] @ self.tensors[f"previous.by_distance.{j - 1}.weight"].T
+        rows = torch.cat([newest, *blocks[1:]])  # [(n+1)S, H]
         depth = torch.arange(n + 1).repeat_interleave(size)
         position = torch.arange(size).repeat(n + 1)
         wanted = depth[:, None] + (position[:, None] - position[None])
@@ -272,10 +292,10 @@ def plain_layers(folder: Path, tensors: dict[str, Tensor], count: int) -> PlainL
 
 
 def observe(
-    target: Target, tmp_path: Path, cut: Cut, anchors: str = "default", layers: int = 1
+    target: Target, tmp_path: Path, cut: Cut, anchors: str = "default", **form: int
 ) -> Observer:
     bounds = [sum(cut[:k]) for k in range(len(cut) + 1)]
-    pdm = toy_pdm(tmp_path, target.folder, bounds=bounds, anchors=ANCHORS[anchors], layers=layers)
+    pdm = toy_pdm(tmp_path, target.folder, bounds=bounds, anchors=ANCHORS[anchors], **form)
     known = blueprint(target.folder, cut, pdm=pdm).spec.anchors
     return Observer(target, pdm, cut, known)
 
@@ -319,6 +339,19 @@ def test_deeper_pdms(llama: Target, tmp_path: Path, cut: Cut, layers: int) -> No
     observer = observe(llama, tmp_path, cut, layers=layers)
     assert observer.pdm_layers == layers
     made = observer.run(random_proposer(5, llama.known), chunk=3, together=False)
+    assert texts_of(made) == llama.texts
+    assert observer.fills_seen == set(range(1, len(cut) + 1))
+
+
+@pytest.mark.parametrize("cut", [(3, 3), (1, 2, 3), (2, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("previous", [1, 2, 5, 7])
+@pytest.mark.parametrize("chunk", [2, 8])
+def test_previous_rows(
+    llama: Target, tmp_path: Path, cut: Cut, previous: int, chunk: int
+) -> None:
+    """The newest row's extra input, from rows in flight and from those that have left."""
+    observer = observe(llama, tmp_path, cut, previous=previous)
+    made = observer.run(random_proposer(7, llama.known), chunk=chunk, together=False)
     assert texts_of(made) == llama.texts
     assert observer.fills_seen == set(range(1, len(cut) + 1))
 

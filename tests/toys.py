@@ -196,6 +196,7 @@ def toy_pdm(
     bounds: Sequence[int],
     anchors: Sequence[int] | None = None,
     layers: int = 1,
+    previous: int = 0,
     draft_ids: Sequence[int] | None = None,
     seed: int = 0,
 ) -> Path:
@@ -214,6 +215,8 @@ def toy_pdm(
         f"aggregation.by_type.{k}.weight": noise(width, (k + 1) * width) / ((k + 1) * width) ** 0.5
         for k in types
     }
+    for j in range(previous):
+        tensors[f"previous.by_distance.{j}.weight"] = noise(width, width) / width**0.5
     model = reference(target)
     for i in range(layers):
         for name, parameter in model.model.layers[i].named_parameters():
@@ -233,6 +236,7 @@ def toy_pdm(
         anchors=tuple(anchors),
         types=types,
         layers=layers,
+        previous=previous,
         draft_vocabulary=len(ids),
     )
     save_pdm(folder, made_for, tensors)

@@ -1,30 +1,30 @@
 """A PDM on disk: `pdm.json` (what it was made for) and `pdm.safetensors` (its weights).
 
-Tensors: `aggregation.by_type.<k>.weight`, `layers.<i>.*` (named as in the target's decoder layers),
-`norm.weight`, `head.weight` [D, H] and `draft_ids` [D] int32.
+Tensors: `aggregation.by_type.<k>.weight`, `previous.by_distance.<j - 1>.weight`, `layers.<i>.*`
+(named as in the target's decoder layers), `norm.weight`, `head.weight` [D, H] and `draft_ids` [D]
+int32.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from service.config import ConfigError
 from service.pdm.features import reachable_types
-from service.pdm.module import PDM, Aggregation
-from service.pipeline.cache import SlotCache
+from service.pdm.module import PDM, Aggregation, PreviousRows
 from service.pipeline.layers import (
     NORM,
-    DecoderLayers,
     WeightReader,
     fill,
     model_skeleton,
@@ -47,6 +47,9 @@ class PdmConfig(BaseModel):
     anchors: tuple[int, ...] = Field(min_length=1)
     types: tuple[int, ...] = Field(min_length=1, description="types k that have an FC_k")
     layers: int = Field(1, ge=1)
+    previous: int = Field(
+        0, ge=0, description="how many rows before the newest one it sees directly; the paper's: 0"
+    )
     draft_vocabulary: int = Field(ge=1, description="number of tokens it can draft, D")
 
     @classmethod
@@ -122,18 +125,26 @@ def save_pdm(folder: Path, config: PdmConfig, tensors: Mapping[str, Tensor]) -> 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint. Raises ConfigError for a missing or broken file."""
+    with _open(folder) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[Any]:
+    """A checkpoint's tensors, to be read one by one."""
     file = folder / WEIGHTS_FILE
     try:
-        tensors: dict[str, Tensor] = load_file(file)
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file} can't be read: {error}") from None
-    return tensors
 
 
 def load_draft_ids(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> Tensor:
     """The draft vocabulary [D] int64 of a checkpoint. Raises ConfigError unless it is a set of the
     target's token ids: any other id would fail, or falsify the text, in mid-stream."""
-    ids = load_tensors(folder).get("draft_ids")
+    with _open(folder) as file:
+        ids = file.get_tensor("draft_ids") if "draft_ids" in file.keys() else None  # noqa: SIM118
     if ids is None or ids.is_floating_point() or ids.shape != (pdm.draft_vocabulary,):
         found = "nothing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
         raise ConfigError(
@@ -192,12 +203,11 @@ def build_pdm(
     pdm: PdmConfig,
     tensors: Mapping[str, Tensor],
     config: PretrainedConfig,
-    slots: int,
-    max_len: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> PDM:
-    """The network with its weights, and a slot cache of its own."""
+    """The network with its weights, which are frozen. Raises ConfigError for a tensor that is
+    missing or of a wrong shape."""
 
     def tensor(name: str) -> Tensor:
         if name not in tensors:
@@ -205,17 +215,16 @@ def build_pdm(
         return tensors[name].to(device, dtype)
 
     skeleton = model_skeleton(config)
-    layers = list(skeleton.model.layers[: pdm.layers])
     with torch.device("meta"):
-        aggregation = Aggregation(pdm.hidden_size, pdm.types)
-        head = nn.Linear(pdm.hidden_size, pdm.draft_vocabulary, bias=False)
-    fill(aggregation, "aggregation.", tensor)
-    for i, layer in enumerate(layers):
-        fill(layer, f"layers.{i}.", tensor)
-    norm = skeleton.model.norm
-    fill(norm, "norm.", tensor)
-    fill(head, "head.", tensor)
-    cache = SlotCache(config, pdm.layers, 0, slots, max_len, dtype, device)
-    decoder = DecoderLayers(layers, rotary_embedding(skeleton, config, device), cache)
-    draft_ids = tensors["draft_ids"].to(device, torch.int64)
-    return PDM(aggregation, decoder, norm, head, draft_ids)
+        network = PDM(
+            Aggregation(pdm.hidden_size, pdm.types),
+            PreviousRows(pdm.hidden_size, pdm.previous),
+            skeleton.model.layers[: pdm.layers],
+            skeleton.model.norm,
+            nn.Linear(pdm.hidden_size, pdm.draft_vocabulary, bias=False),
+            rotary_embedding(skeleton, config, device),
+            torch.empty(0),
+        )
+    network.draft_ids = tensors["draft_ids"].to(device, torch.int64)
+    fill(network, "", tensor)
+    return network

@@ -15,7 +15,8 @@ from service.pdm.checkpoint import (
     untrained_pdm,
 )
 from service.pdm.features import type_of_depth
-from service.pipeline.cache import Batch
+from service.pdm.module import CachedPDM
+from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import EMBEDDING, WeightReader
 from service.pipeline.spec import ActorSpec
 from service.sampling import draft
@@ -31,7 +32,8 @@ class Drafter:
 
     State: `_in_flight[d]`, what the rows that have finished d stages (1 <= d <= n) have tapped so
     far; those at n have just left the pipeline. `_behind` is the same of the cycle before, while
-    the taps of a cycle come in. And the PDM's keys and values, in slots.
+    the taps of a cycle come in. And, in slots, the PDM's keys and values and the features of the
+    rows that have left the pipeline.
     """
 
     def __init__(self, spec: ActorSpec, checkpoint: str | None) -> None:
@@ -46,8 +48,12 @@ class Drafter:
             made_for = PdmConfig.read(Path(checkpoint))
             tensors = load_tensors(Path(checkpoint))
         self._embedding = WeightReader(folder)(EMBEDDING, spec.torch_dtype, self._device)
-        self.pdm = build_pdm(
-            made_for, tensors, config, spec.slots, spec.max_len, spec.torch_dtype, self._device
+        dtype, device = spec.torch_dtype, self._device
+        self.pdm = build_pdm(made_for, tensors, config, dtype, device)
+        cache = SlotCache(config, made_for.layers, 0, spec.slots, spec.max_len, dtype, device)
+        self._cached = CachedPDM(self.pdm, cache)
+        self._left = torch.zeros(
+            spec.slots, spec.max_len, config.hidden_size, dtype=dtype, device=device
         )
         self._types = [type_of_depth(spec.anchors, spec.bounds, d) for d in range(spec.stages + 1)]
         self._in_flight = self._behind = self._nothing()
@@ -108,10 +114,7 @@ class Drafter:
         batch = Batch([rows for rows, _ in parts], self._device)
         features = torch.cat([feature for _, feature in parts])  # [R, H]
         newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(batch.rows)}
-        logits: Tensor = self.pdm(
-            features, batch, [newest[o.slot, o.position] for o in plan.drafts]
-        )
-        return logits
+        return self._cached(features, batch, [newest[o.slot, o.position] for o in plan.drafts])
 
     def rows(self, plan: CyclePlan) -> list[tuple[Rows, Tensor]]:
         """The PDM's rows of this cycle, without gaps for each sequence, and their features [R, H].
@@ -131,10 +134,22 @@ class Drafter:
                 states = self._in_flight[depth][r] if depth else self._embed(plan, r)[:, None]
                 feature = self.pdm.aggregation(states.flatten(1), self._types[depth])
                 by_slot.setdefault(r.slot, []).append((r, feature))
+                if depth == deepest:
+                    self._left[r.slot, r.start : r.end] = feature
         return [
-            (
-                Rows(slot, parts[0][0].start, sum(r.count for r, _ in parts)),
-                torch.cat([f for _, f in parts]),
-            )
-            for slot, parts in by_slot.items()
+            self._joined(slot, parts, drafts=slot in drafting) for slot, parts in by_slot.items()
         ]
+
+    def _joined(
+        self, slot: int, parts: list[tuple[Rows, Tensor]], *, drafts: bool
+    ) -> tuple[Rows, Tensor]:
+        """The rows of one slot as one, with the newest one's extra input where it drafts."""
+        start, end = parts[0][0].start, parts[-1][0].end
+        features = torch.cat([feature for _, feature in parts])  # [R, H]
+        reach = min(self.pdm.distances, self._spec.stages)
+        if drafts and reach:
+            first = max(0, end - 1 - reach)
+            older = self._left[slot, first:start]
+            before = torch.cat([older, features[max(0, first - start) : -1]])
+            features[-1] = self.pdm.previous(features[-1], before.flip(0))
+        return Rows(slot, start, end - start), features

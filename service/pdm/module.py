@@ -1,10 +1,10 @@
 """The network of the PDM: aggregation of hidden states, decoder layers, norm and a small head."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from service.pipeline.cache import Batch
+from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import DecoderLayers
 
 
@@ -26,29 +26,66 @@ class Aggregation(nn.Module):
         return feature
 
 
+class PreviousRows(nn.Module):
+    """An extra input of the newest row, beyond the paper: for each distance j = 1..n a linear map of
+    the feature of the row j positions before it. What the drafter knows of the text's end so reaches
+    even a PDM of one layer before its attention."""
+
+    def __init__(self, hidden_size: int, distances: int) -> None:
+        super().__init__()
+        self.by_distance = nn.ModuleList(
+            nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(distances)
+        )
+
+    def forward(self, newest: Tensor, before: Iterable[Tensor]) -> Tensor:
+        """Features of newest rows [.., H] and of those before them, nearest first, each [.., H] ->
+        features [.., H]."""
+        for linear, feature in zip(self.by_distance, before, strict=False):
+            newest = newest + linear(feature)
+        return newest
+
+
 class PDM(nn.Module):
     """Aggregation + decoder layers of the target's kind + its final norm + a head over the draft
-    vocabulary (arXiv 2605.30852). `draft_ids` [D] int64 are that vocabulary's token ids."""
+    vocabulary (arXiv 2605.30852). `draft_ids` [D] int64 are that vocabulary's token ids. Its
+    parameters are named as in a checkpoint."""
 
     def __init__(
         self,
         aggregation: Aggregation,
-        layers: DecoderLayers,
+        previous: PreviousRows,
+        layers: nn.ModuleList,
         norm: nn.Module,
         head: nn.Linear,
+        rotary: nn.Module,
         draft_ids: Tensor,
     ) -> None:
         super().__init__()
         self.aggregation = aggregation
+        self.previous = previous
         self.layers = layers
         self.norm = norm
         self.head = head
+        self.rotary = rotary
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.draft_ids: Tensor
 
-    def forward(self, features: Tensor, batch: Batch, newest: list[int]) -> Tensor:
+    @property
+    def distances(self) -> int:
+        """How many previous rows the newest one sees directly; 0 in the paper's form."""
+        return len(self.previous.by_distance)
+
+
+class CachedPDM:
+    """A PDM with keys and values in slots, as the drafter runs it."""
+
+    def __init__(self, pdm: PDM, cache: SlotCache) -> None:
+        self.pdm = pdm
+        self._layers = DecoderLayers(pdm.layers, pdm.rotary, cache)
+
+    def __call__(self, features: Tensor, batch: Batch, newest: list[int]) -> Tensor:
         """Features [R, H] -> logits [len(newest), D] of the rows with these indices. All rows write
         their keys and values."""
-        hidden, _ = self.layers(features, batch)
-        logits: Tensor = self.head(self.norm(hidden[newest])).float()
+        hidden, _ = self._layers(features, batch)
+        logits: Tensor = self.pdm.head(self.pdm.norm(hidden[newest])).float()
         return logits

@@ -19,10 +19,10 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 
-def model_skeleton(config: PretrainedConfig) -> Any:
+def model_skeleton(config: PretrainedConfig, attention: str = ATTENTION) -> Any:
     """The whole target on the meta device: its structure without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
 class WeightReader:

@@ -1,0 +1,1 @@
+"""`spd-eval`: how well each drafter does on given prompts, counted by the served engine itself."""

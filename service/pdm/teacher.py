@@ -1,0 +1,138 @@
+"""The frozen target in one piece, for training: it writes texts, many at once, or reads given ones,
+and shows its hidden states at the anchors."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from service.config import ConfigError
+from service.messages import Rows, spans
+from service.pipeline.cache import ATTENTION, Batch, SlotCache
+from service.pipeline.layers import (
+    EMBEDDING,
+    NORM,
+    DecoderLayers,
+    WeightReader,
+    fill,
+    model_skeleton,
+    rotary_embedding,
+)
+from service.target import load_target_config
+
+ONE_ROW_EACH = "spd_one_row_each"
+_CPU = torch.device("cpu")
+
+
+class OneRowEach:
+    """A batch of one row in every slot, at positions [B] of its own."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions[None]  # [1, B]
+        self.end = int(positions.max()) + 1
+        seen = torch.arange(self.end) <= positions[:, None]
+        self.mask = torch.where(seen, 0.0, -torch.inf)[:, None, None]  # [B, 1, 1, end]
+
+
+class OneRowCache(SlotCache):
+    """Keys and values of batches of one row in every slot: written and read as one tensor."""
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Writes rows [1, kv_heads, B, head_dim]; returns keys and values [B, kv_heads, end,
+        head_dim]."""
+        batch: OneRowEach = kwargs["batch"]
+        slots = torch.arange(key.shape[2])
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[slots, :, batch.positions[0]] = key[0].transpose(0, 1)
+        values[slots, :, batch.positions[0]] = value[0].transpose(0, 1)
+        return keys[:, :, : batch.end], values[:, :, : batch.end]
+
+
+def one_row_each_attention(
+    _module: nn.Module,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    _attention_mask: Tensor | None,
+    *,
+    batch: OneRowEach,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one row in each slot, queries [1, heads, B, head_dim] -> [1, B, heads,
+    head_dim]. Two products for all slots: on CPUs 100 rows so cost a tenth of 100 calls."""
+    _, heads, count, head_dim = query.shape
+    grouped = query[0].transpose(0, 1).reshape(count, keys.shape[1], -1, head_dim)
+    scores = torch.matmul(grouped * scaling, keys.transpose(2, 3)) + batch.mask.to(query.dtype)
+    output = torch.matmul(torch.softmax(scores, dim=-1), values)  # [B, kv_heads, group, head_dim]
+    return output.reshape(1, count, heads, head_dim), None
+
+
+AttentionInterface.register(ONE_ROW_EACH, one_row_each_attention)
+
+
+class Teacher:
+    """The target's layers with a slot cache. The anchors are those whose hidden states it shows,
+    without 0 (which is the embedding)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        anchors: Sequence[int],
+        slots: int,
+        max_len: int,
+        *,
+        one_row_each: bool,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        config = load_target_config(folder)
+        _check_window(config, max_len)
+        self.config = config
+        self.anchors = tuple(anchors)
+        self.slots, self.max_len = slots, max_len
+        skeleton = model_skeleton(config, ONE_ROW_EACH if one_row_each else ATTENTION)
+        read = WeightReader(folder)
+        layers = list(skeleton.model.layers)
+        for i, layer in enumerate(layers):
+            fill(layer, f"model.layers.{i}.", lambda name: read(name, dtype, _CPU))
+        cache_class = OneRowCache if one_row_each else SlotCache
+        self.cache = cache_class(config, len(layers), 0, slots, max_len, dtype, _CPU)
+        self.layers = DecoderLayers(layers, rotary_embedding(skeleton, config, _CPU), self.cache)
+        self.norm: nn.Module = skeleton.model.norm
+        fill(self.norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, _CPU))
+        self.embedding = read(EMBEDDING, dtype, _CPU)  # [V, H]
+        head = read.head_name(config)
+        self.head = self.embedding if head == EMBEDDING else read(head, dtype, _CPU)  # [V, H]
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """One token in every slot, tokens and positions [B] -> logits [B, V] of what follows, and
+        the hidden states at the anchors [B, A, H]."""
+        hidden = nn.functional.embedding(tokens, self.embedding)
+        hidden, taps = self.layers(hidden, OneRowEach(positions), self.anchors)
+        logits = nn.functional.linear(self.norm(hidden), self.head).float()
+        return logits, torch.stack(taps, dim=1)
+
+    @torch.inference_mode()
+    def read(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Whole texts, at most one for each slot -> for each its hidden states [S, A, H]."""
+        batch = Batch([Rows(i, 0, len(text)) for i, text in enumerate(texts)], _CPU)
+        tokens = torch.tensor([token for text in texts for token in text])
+        hidden = nn.functional.embedding(tokens, self.embedding)
+        _, taps = self.layers(hidden, batch, self.anchors)
+        states = torch.stack(taps, dim=1)  # [R, A, H]
+        return [states[at] for _, at in spans(batch.rows)]
+
+
+def _check_window(config: PretrainedConfig, max_len: int) -> None:
+    window = getattr(config, "sliding_window", None)
+    if window is not None and max_len > window:
+        raise ConfigError(
+            f"texts of {max_len} tokens are longer than the target's sliding window of {window}; "
+            "train on shorter ones"
+        )
