@@ -12,11 +12,11 @@ BUCKET = 8  # decoded tokens that share a count by position
 
 @dataclass(slots=True)
 class Answer:
-    """What is seen of one request, token by token; `stats` are the engine's own, of its end."""
+    """What is seen of one request, token by token: `accepted` tells the decoded tokens that were
+    proposals. `stats` are the engine's own, of its end."""
 
-    prompt_length: int
     tokens: list[int] = field(default_factory=list)
-    accepted: list[bool] = field(default_factory=list)  # of each decoded token: was it proposed?
+    accepted: list[bool] = field(default_factory=list)  # of each decoded token
     flushes: int = 0
     stats: RequestStats | None = None
 

@@ -3,10 +3,9 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 
-from service.evaluation.counting import Answer
 from service.engine.scheduler import Scheduler
+from service.evaluation.counting import Answer
 from service.messages import CyclePlan, CycleResult, Event, GenerateRequest
 from service.pipeline.graph import Graph, GraphError
 
@@ -20,7 +19,7 @@ def run(
 ) -> dict[str, Answer]:
     """The answers by request id. Raises GraphError, also for a PDM that fails: a deployment goes on
     without drafts, and the counts would be of nothing."""
-    answers = {r.request_id: Answer(len(r.prompt_ids)) for r in requests}
+    answers = {r.request_id: Answer() for r in requests}
     for request in requests:
         scheduler.add(request, _ignore)
     while (plan := scheduler.plan()) is not None:
@@ -48,18 +47,6 @@ def _take(
 
 def _ignore(_event: Event) -> None:
     """The tokens are read from `apply`."""
-
-
-def run_once(
-    make_scheduler: Callable[[], Scheduler],
-    make_graph: Callable[[], Graph],
-    requests: Sequence[GenerateRequest],
-    name: str,
-) -> dict[str, Answer]:
-    """The same with a pipeline made for it and closed after it, and with progress on stderr."""
-    say(f"{name}: starting")
-    with closing(make_graph()) as graph:
-        return run(make_scheduler(), graph, requests, Progress(name, len(requests)))
 
 
 class Progress:

@@ -1,26 +1,33 @@
 """Texts to train a PDM on, and what the target has shown of them, in shards on disk.
 
 A shard is one safetensors file: `tokens` [N] of all its documents end to end, `lengths`,
-`answer_starts` and `temperatures` [documents], and, where the target has already been run,
-`states` [N, A, H] bfloat16, its hidden states at the anchors (without 0, the embedding).
+`answer_starts` and `temperatures` [documents] (NaN where it is not known), and, where the target has
+already been run, `states` [N, A, H] bfloat16, its hidden states at the anchors (without 0, the
+embedding). Without states it is a file of texts, small enough to be kept.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from service.config import ConfigError
 
+_SAME_BEGINNING = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One chat: a prompt and, from `answer_start` on, an answer drawn at a temperature."""
+    """One chat: a prompt and, from `answer_start` on, an answer drawn at a temperature (NaN: by
+    somebody else)."""
 
     tokens: tuple[int, ...]
     answer_start: int
@@ -36,7 +43,10 @@ class CorpusInfo:
 
 
 def write_shard(
-    file: Path, info: CorpusInfo, documents: Sequence[Document], states: Sequence[Tensor] | None
+    file: Path,
+    info: CorpusInfo,
+    documents: Sequence[Document],
+    states: Sequence[Tensor] | None = None,
 ) -> None:
     """Writes a shard in one go: under its name it is always whole."""
     tensors = {
@@ -64,3 +74,110 @@ def shard_tokens(file: Path) -> int:
     with safe_open(file, framework="pt") as shard:
         tokens: int = shard.get_slice("tokens").get_shape()[0]
     return tokens
+
+
+def read_documents(file: Path) -> list[Document]:
+    """The documents of a shard, without their states. Raises ConfigError for a broken file."""
+    try:
+        with safe_open(file, framework="pt") as shard:
+            tokens = shard.get_tensor("tokens").tolist()
+            columns = [
+                shard.get_tensor(name).tolist()
+                for name in ("lengths", "answer_starts", "temperatures")
+            ]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} is no shard of a corpus: {error}") from None
+    documents, at = [], 0
+    for length, answer_start, temperature in zip(*columns, strict=True):
+        documents.append(Document(tuple(tokens[at : at + length]), answer_start, temperature))
+        at += length
+    return documents
+
+
+class Corpus:
+    """All shards of a folder: documents, each once, and their states. One in 64 is held out: which
+    one depends on its text alone, so it stays so as the corpus grows."""
+
+    def __init__(self, folder: Path, info: CorpusInfo) -> None:
+        """Raises ConfigError if there is nothing, or a shard was made with something else."""
+        self.info = info
+        self.train: list[int] = []
+        self.held_out: list[int] = []
+        self.documents: list[Document] = []
+        self.duplicates = 0
+        self._places: list[tuple[int, int]] = []  # (shard, first row of its states)
+        self._shards: list[Any] = []
+        seen: set[tuple[int, ...]] = set()
+        for file in sorted(folder.glob("*.safetensors")):
+            self._add(file, seen)
+        if not self.train:
+            raise ConfigError(f"the corpus {folder} holds no documents to train on")
+
+    def _add(self, file: Path, seen: set[tuple[int, ...]]) -> None:
+        shard = safe_open(file, framework="pt")
+        made_with = shard.metadata() or {}
+        found = CorpusInfo(
+            made_with.get("target_fingerprint", "?"),
+            tuple(json.loads(made_with.get("anchors", "[]"))),
+        )
+        if found != self.info:
+            raise ConfigError(
+                f"{file} was made with {found}, and this training needs {self.info}; use another "
+                "corpus folder"
+            )
+        self._shards.append(shard.get_slice("states"))
+        at = 0
+        for document in read_documents(file):
+            # Of greedy answers, and of loops, the same beginning is the same text.
+            key = document.tokens[: document.answer_start + _SAME_BEGINNING]
+            if key in seen:
+                self.duplicates += 1
+            else:
+                seen.add(key)
+                digest = zlib.crc32(str(document.tokens).encode())
+                (self.held_out if digest % 64 == 0 else self.train).append(len(self.documents))
+                self.documents.append(document)
+                self._places.append((len(self._shards) - 1, at))
+            at += len(document.tokens)
+
+    def states(self, index: int) -> Tensor:
+        """Hidden states [S, A, H] of a document, bfloat16."""
+        shard, start = self._places[index]
+        states: Tensor = self._shards[shard][start : start + len(self.documents[index].tokens)]
+        return states
+
+    def common_prefix(self) -> int:
+        """With how many tokens all documents begin (the template's own)."""
+        return len(commonprefix([d.tokens for d in self.documents]))
+
+    def token_counts(self, vocabulary: int) -> Tensor:
+        """How often each token occurs in answers: [vocabulary] int64."""
+        answers = [t for d in self.documents for t in d.tokens[d.answer_start :]]
+        return torch.bincount(torch.tensor(answers), minlength=vocabulary)
+
+    def summary(self) -> str:
+        """What a person wants to know of it before training."""
+        tokens = sum(len(d.tokens) for d in self.documents)
+        lines = [
+            f"{len(self.documents)} documents ({len(self.held_out)} held out, "
+            f"{self.duplicates} duplicates left out), {tokens} tokens"
+        ]
+        for temperature in sorted({round(d.temperature, 2) for d in self.documents}):
+            answers = [
+                d.tokens[d.answer_start :]
+                for d in self.documents
+                if round(d.temperature, 2) == temperature
+            ]
+            count = sum(map(len, answers))
+            repeated = sum(map(repeated_four_grams, answers))
+            lines.append(
+                f"  answers at temperature {temperature}: {len(answers)}, {count} tokens, "
+                f"{repeated / max(count, 1):.0%} in repeated 4-grams"
+            )
+        return "\n".join(lines)
+
+
+def repeated_four_grams(tokens: Sequence[int]) -> int:
+    """How many 4-grams of a text have occurred in it before."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return len(grams) - len(set(grams))

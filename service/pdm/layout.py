@@ -60,13 +60,13 @@ def _features(pdm: PDM, packed: Packed, types: Sequence[int], fill: int) -> dict
     }
     rows = {d: by_type[types[d]] for d in depths}
     before = (
-        _earlier(rows[j if j < fill else n], j, packed) for j in range(1, min(pdm.distances, n) + 1)
+        earlier(rows[j if j < fill else n], j, packed) for j in range(1, min(pdm.distances, n) + 1)
     )
     rows[0] = pdm.previous(rows[0], before)
     return rows
 
 
-def _earlier(x: Tensor, distance: int, packed: Packed) -> Tensor:
+def earlier(x: Tensor, distance: int, packed: Packed) -> Tensor:
     """x [B, S, ..] of the token `distance` before, zero where its text has none."""
     there = packed.positions >= distance
     return x.roll(distance, dims=1) * there.view(*there.shape, *(1,) * (x.dim() - 2))
@@ -96,7 +96,7 @@ def _attention(
         query = _heads(attention.q_proj(normed[d]), attention, "q_norm")
         query = _rotate(attention, query, rotation) * attention.scaling
         in_flight = [
-            (_earlier(pairs[d + j][0], j, packed), _earlier(pairs[d + j][1], j, packed))
+            (earlier(pairs[d + j][0], j, packed), earlier(pairs[d + j][1], j, packed))
             for j in range(fill - d if d < n else 0)
         ]
         outputs[d] = _attend(query, pairs[n], in_flight, packed)

@@ -1,0 +1,152 @@
+"""A whole evaluation: everything is checked first, then one configuration after the other is run
+and stored, then the results are shown."""
+
+import platform
+import sys
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from os import cpu_count
+from pathlib import Path
+
+from service.config import ConfigError, Settings
+from service.evaluation.configuration import Configuration, Options, configurations
+from service.evaluation.counting import Counts, count, total
+from service.evaluation.plot import PLOT_FILE, draw
+from service.evaluation.prompts import Prompt, encode, make_requests, read_data_sets
+from service.evaluation.report import table
+from service.evaluation.running import Progress, run, say
+from service.evaluation.store import (
+    DataSet,
+    Record,
+    SharedSettings,
+    Store,
+    checkpoint_digest,
+    digest,
+)
+from service.messages import GenerateRequest
+from service.pdm.checkpoint import target_fingerprint
+from service.pipeline.blueprint import Blueprint, make_blueprint
+from service.pipeline.local_graph import LocalGraph
+from service.replica import make_scheduler
+from service.text.tokenizer import Tokenizer
+
+
+def evaluate(options: Options) -> None:
+    """Raises ConfigError and GraphError; what was finished before is stored."""
+    prompts = read_data_sets(options.prompts, options.limit)
+    pending = []
+    for configuration in configurations(options):
+        settings = configuration.settings(options)
+        pending.append((configuration, settings, make_blueprint(settings)))
+    _, settings, blueprint = pending[0]
+    tokenizer = Tokenizer.load(Path(blueprint.spec.folder))
+    encoded = encode(prompts, tokenizer, options.max_len, options.max_tokens)
+    store = Store(options.out, _shared(options, settings, blueprint, prompts, encoded))
+    if options.checkpoint is None and any(s.runs_pdm for _, s, _ in pending):
+        say("--checkpoint is unset: the PDM is untrained and rarely right")
+    for number, (configuration, settings, blueprint) in enumerate(pending, start=1):
+        name = f"{configuration} ({number} of {len(pending)})"
+        if store.has(configuration):
+            say(f"{name}: in {options.out} already")
+            continue
+        requests = make_requests(
+            prompts, encoded, options.max_tokens, configuration.temperature, options.seed
+        )
+        store.add(run_configuration(configuration, settings, blueprint, prompts, requests, name))
+    _show(store, options.out)
+
+
+def run_configuration(
+    configuration: Configuration,
+    settings: Settings,
+    blueprint: Blueprint,
+    prompts: list[Prompt],
+    requests: list[GenerateRequest],
+    name: str,
+) -> Record:
+    """Runs all prompts, with a pipeline made for it. Raises GraphError."""
+    say(f"{name}: starting")
+    with closing(LocalGraph(blueprint)) as graph:
+        scheduler = make_scheduler(settings, blueprint)
+        began = time.monotonic()
+        answers = run(scheduler, graph, requests, Progress(name, len(requests)))
+        seconds = time.monotonic() - began
+    by_data_set: dict[str, list[Counts]] = {}
+    for prompt in prompts:
+        by_data_set.setdefault(prompt.data_set, []).append(count(answers[prompt.name]))
+    return Record(
+        width=configuration.width,
+        layers=tuple(end - start for start, end in pairwise(blueprint.spec.bounds)),
+        drafter=configuration.drafter,
+        temperature=configuration.temperature,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=round(seconds, 2),
+        machine=_machine(),
+        versions=_versions(),
+        data_sets={data_set: total(counts) for data_set, counts in by_data_set.items()},
+    )
+
+
+def _show(store: Store, out: Path | None) -> None:
+    sys.stdout.write(table(store.records))
+    if out is None:
+        return
+    try:
+        draw(store.records, out / PLOT_FILE)
+    except ConfigError as error:
+        say(str(error))  # the numbers are there
+
+
+def _shared(
+    options: Options,
+    settings: Settings,
+    blueprint: Blueprint,
+    prompts: list[Prompt],
+    encoded: list[tuple[int, ...]],
+) -> SharedSettings:
+    ids: dict[str, list[tuple[int, ...]]] = {}
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        ids.setdefault(prompt.data_set, []).append(tokens)
+    return SharedSettings(
+        model=options.model,
+        target_fingerprint=target_fingerprint(Path(blueprint.spec.folder), blueprint.config),
+        checkpoint=options.checkpoint,
+        checkpoint_sha256=checkpoint_digest(options.checkpoint),
+        dtype=options.dtype,
+        max_tokens=options.max_tokens,
+        max_len=options.max_len,
+        slots=options.slots,
+        threads=options.threads,
+        seed=options.seed,
+        lookup_min_match=settings.drafter.lookup_min_match,
+        data_sets={
+            name: DataSet(
+                prompts=len(texts), prompt_tokens=sum(map(len, texts)), sha256=digest(texts)
+            )
+            for name, texts in ids.items()
+        },
+    )
+
+
+def _machine() -> str:
+    """The processor's name where Linux tells it, and its cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    processor = names[0] if names else platform.processor() or platform.machine()
+    return f"{processor}, {cpu_count()} cores, {platform.system()}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("spd-serve", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # spd-serve, in a checkout that was not installed
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,64 @@
+"""The results as a table."""
+
+from collections.abc import Sequence
+
+from service.evaluation.counting import Counts
+from service.evaluation.store import Record
+
+HEADINGS = (
+    "T", "n", "drafter", "data set", "prompts", "decoded", "drafted", "flushes", "cycles",
+    "acceptance", "tokens/cycle", "accept length",
+)  # fmt: skip
+TEXT_COLUMNS = ("drafter", "data set")
+
+LEGEND = (
+    "acceptance = accepted / decoded; flushes: proposals that were rejected;\n"
+    "accept length: the equivalent one, n * decoded / cycles, which is the theoretical speed-up\n"
+    "(`off` has 1 at every n).\n"
+)
+
+
+def table(records: Sequence[Record]) -> str:
+    """A row for each data set, and for all together, of each record."""
+    rows = [
+        _row(record, name, counts) for record in records for name, counts in record.rows.items()
+    ]
+    columns = list(zip(HEADINGS, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    rule = "  ".join("-" * width for width in widths)
+    lines = [_line(HEADINGS, widths), rule]
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before[:3] != row[:3]:
+            lines.append("")
+        lines.append(_line(row, widths))
+    return "\n".join([*lines, "", LEGEND])
+
+
+def _row(record: Record, name: str, counts: Counts) -> tuple[str, ...]:
+    return (
+        f"{record.temperature:g}",
+        str(record.width),
+        record.drafter,
+        name,
+        str(counts.prompts),
+        str(counts.decoded),
+        str(counts.drafted),
+        str(counts.flushes),
+        str(counts.cycles),
+        _number(counts.acceptance, ".1%"),
+        _number(counts.tokens_per_cycle, ".3f"),
+        _number(counts.accept_length(record.width), ".2f"),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Texts to the left, numbers to the right."""
+    padded = [
+        cell.ljust(width) if heading in TEXT_COLUMNS else cell.rjust(width)
+        for heading, cell, width in zip(HEADINGS, cells, widths, strict=True)
+    ]
+    return "  ".join(padded).rstrip()

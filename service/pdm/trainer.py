@@ -1,0 +1,299 @@
+"""The training loop of a PDM: distils the target's next-token distribution into it.
+
+The arithmetic runs in the settings' precision, the optimiser on float32 copies of the weights. What
+a step does depends on the seed and its number alone, so an interrupted run goes on exactly.
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PretrainedConfig
+
+from service.pdm.batches import Batch, pack, packed_states, shuffled
+from service.pdm.checkpoint import PdmConfig, build_pdm, save_pdm
+from service.pdm.corpus import Corpus
+from service.pdm.features import type_of_depth
+from service.pdm.layout import Packed, head_logits, newest_hidden
+from service.pdm.module import PDM
+from service.pipeline.blueprint import head_cost
+from service.pipeline.layers import EMBEDDING, NORM, WeightReader, fill, model_skeleton
+from service.pipeline.partition import balanced_layers, stage_bounds
+
+STATE_FILE = "state.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """How a PDM is trained. Numbers of tokens are of text, not of rows."""
+
+    widths: tuple[int, ...] = (2, 3, 5)
+    layers: int = 1
+    previous: int = 5
+    draft_vocabulary: int = 8192
+    visits: int = 10_000_000  # tokens in all steps; a text is visited many times
+    rows: int = 6  # of a batch
+    row_tokens: int = 512
+    learning_rate: float = 5e-4
+    warmup: int = 200_000  # tokens
+    average: float = 0.998  # of the averaged weights, by step
+    answers_only: bool = False
+    dtype: str = "bfloat16"
+    seed: int = 0
+    save_every_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What drafts would be worth on held-out text: how many of the target's likeliest tokens are
+    the draft's too (all answers; those drawn at temperature 0), and the share of drafts that
+    rejection sampling accepts at temperature 1."""
+
+    greedy: float
+    greedy_at_0: float
+    sampled: float
+
+
+class Target:
+    """What training needs of the target: embedding, final norm, head."""
+
+    def __init__(
+        self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        read = WeightReader(folder)
+        self.config = config
+        self.embedding = read(EMBEDDING, dtype, device)
+        self._norm = model_skeleton(config).model.norm
+        fill(self._norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, device))
+        name = read.head_name(config)
+        self.head = self.embedding if name == EMBEDDING else read(name, dtype, device)
+
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The last layer's raw output [N, H] -> logits [N, V], or [N, D] of the given ids."""
+        head = self.head if ids is None else self.head[ids]
+        return F.linear(self._norm(hidden), head).float()
+
+    def depth_types(self, n: int, anchors: Sequence[int]) -> tuple[int, ...]:
+        """The type of each depth 0..n in a pipeline of n balanced stages."""
+        layers = balanced_layers(self.config.num_hidden_layers, n, head_cost(self.config))
+        bounds = stage_bounds(layers)
+        return tuple(type_of_depth(anchors, bounds, d) for d in range(n + 1))
+
+
+class Loss(nn.Module):
+    """KL(target || PDM) over the draft vocabulary, in nats per position. A module, so that
+    DistributedDataParallel can wrap it."""
+
+    def __init__(self, pdm: PDM) -> None:
+        super().__init__()
+        self.pdm = pdm
+
+    def forward(self, packed: Packed, types: Sequence[int], fill: int, wanted: Tensor) -> Tensor:
+        """`wanted` [N, D]: the target's probabilities at the wanted positions."""
+        logits = head_logits(self.pdm, newest_hidden(self.pdm, packed, types, fill)).float()
+        entropy = -(wanted * wanted.clamp_min(1e-20).log()).sum(-1).mean()
+        return F.cross_entropy(logits, wanted) - entropy
+
+
+def learning_rate(settings: TrainSettings, visited: int) -> float:
+    """Linear warm-up, then a cosine to zero at the last visit."""
+    warm = min(1.0, (visited + 1) / max(settings.warmup, 1))
+    progress = min(1.0, visited / settings.visits)
+    return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Trainer:
+    """A PDM in training, and everything needed to go on with it later."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        target: Target,
+        corpus: Corpus,
+        made_for: PdmConfig,
+        tensors: dict[str, Tensor],
+        scales: Tensor,
+        device: torch.device,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """`tensors` as in a checkpoint; `scales` [A + 1, H] are what hidden states are divided by
+        in training (the weights of the FCs count for the divided ones)."""
+        self.settings, self.target, self.corpus, self.made_for = settings, target, corpus, made_for
+        self._rank, self._world, self._device = rank, world, device
+        self._dtype = getattr(torch, settings.dtype)
+        scaled = scale_inputs(tensors, scales)
+        self.pdm = build_pdm(made_for, scaled, target.config, self._dtype, device)
+        self.pdm.requires_grad_(True)
+        self._scales = scales.to(device)
+        loss = Loss(self.pdm)
+        # Types that a narrow pipeline does not reach get no gradient in its steps.
+        self._loss = DistributedDataParallel(loss, find_unused_parameters=True) if world > 1 else loss
+        self._names = [name for name, _ in self.pdm.named_parameters()]
+        self._weights = [p.detach() for p in self.pdm.parameters()]
+        self.masters = [scaled[n].to(device, torch.float32).clone() for n in self._names]
+        self.averages = [m.clone() for m in self.masters]
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        )
+        self.step_number = self.visited = self.epoch = self.index = 0
+        self.curve: list[dict[str, float]] = []
+        prefix = 0 if settings.answers_only else corpus.common_prefix()
+        self._first_wanted = [
+            d.answer_start - 1 if settings.answers_only else prefix for d in corpus.documents
+        ]
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[Batch]:
+        """This worker's batches, from where training stands on, without end."""
+        s = self.settings
+        lengths = [len(d.tokens) for d in self.corpus.documents]
+        while True:
+            order = shuffled(self.corpus.train, s.seed, self.epoch)
+            planned = pack(lengths, order, s.rows, s.row_tokens)
+            planned = planned[: len(planned) // self._world * self._world] or planned
+            for index in range(self.index, len(planned), self._world):
+                self.index = index + self._world
+                yield planned[min(index + self._rank, len(planned) - 1)]
+            self.epoch, self.index = self.epoch + 1, 0
+
+    def step(self, batch: Batch) -> float:
+        """One step of the optimiser. Returns the loss."""
+        s = self.settings
+        draw = random.Random(f"{s.seed} {self.step_number}")
+        n = draw.choice(s.widths)
+        fill = draw.randint(1, n)
+        packed = self._packed(batch, s.row_tokens, self._first_wanted)
+        types = self.target.depth_types(n, self.made_for.anchors)
+        self.pdm.zero_grad(set_to_none=True)
+        loss: Tensor = self._loss(self._scaled(packed), types, fill, self._wanted(packed))
+        loss.backward()
+        self._update()
+        tokens = int((packed.texts >= 0).sum())
+        self.step_number, self.visited = self.step_number + 1, self.visited + tokens * self._world
+        return float(loss.detach())
+
+    def _update(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings, self.visited)
+        for master, parameter in zip(self.masters, self.pdm.parameters(), strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        torch._foreach_copy_(self._weights, self.masters)
+        early = (1 + self.step_number) / (10 + self.step_number)
+        torch._foreach_lerp_(self.averages, self.masters, 1 - min(self.settings.average, early))
+
+    def _packed(self, batch: Batch, size: int, first_wanted: Sequence[int]) -> Packed:
+        return packed_states(self.corpus, batch, self.target.embedding, size, first_wanted)
+
+    def _scaled(self, packed: Packed) -> Packed:
+        states = (packed.states / self._scales.to(packed.states.dtype)).to(self._dtype)
+        return replace(packed, states=states)
+
+    @torch.no_grad()
+    def _wanted(self, packed: Packed) -> Tensor:
+        """The target's probabilities [N, D] over the draft vocabulary at the wanted positions."""
+        last = packed.states[:, :, -1][packed.wanted]
+        return torch.softmax(self.target.logits(last, self.pdm.draft_ids), dim=-1)
+
+    # --- how good it is -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def score(self, n: int, fill: int) -> Score:
+        """The averaged weights on the held-out answers, in a pipeline of n stages."""
+        documents = self.corpus.documents
+        lengths = [len(d.tokens) for d in documents]
+        answers = [d.answer_start - 1 for d in documents]
+        types = self.target.depth_types(n, self.made_for.anchors)
+        torch._foreach_copy_(self._weights, self.averages)
+        hits: list[Tensor] = []
+        overlaps: list[Tensor] = []
+        at_0: list[Tensor] = []
+        for batch in pack(lengths, self.corpus.held_out, self.settings.rows, max(lengths)):
+            packed = self._packed(batch, max(lengths), answers)
+            hidden = newest_hidden(self.pdm, self._scaled(packed), types, fill)
+            logits = head_logits(self.pdm, hidden).float()
+            target = self.target.logits(packed.states[:, :, -1][packed.wanted])
+            hits.append(self.pdm.draft_ids[logits.argmax(-1)] == target.argmax(-1))
+            p = torch.softmax(target, -1)[:, self.pdm.draft_ids]
+            overlaps.append(torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
+            cold = torch.tensor([d.temperature == 0 for d in documents])
+            at_0.append(cold[packed.texts[packed.wanted]])
+        torch._foreach_copy_(self._weights, self.masters)
+        hit, cold = torch.cat(hits).float(), torch.cat(at_0)
+        return Score(float(hit.mean()), float(hit[cold].mean()), float(torch.cat(overlaps).mean()))
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def export(self, folder: Path) -> None:
+        """Writes the averaged weights as a checkpoint, in bfloat16."""
+        named = dict(zip(self._names, self.averages, strict=True))
+        tensors = {
+            name: tensor.to(torch.bfloat16)
+            for name, tensor in scale_inputs(named, 1 / self._scales).items()
+        }
+        tensors["draft_ids"] = self.pdm.draft_ids.int()
+        save_pdm(folder, self.made_for, tensors)
+
+    def save(self, folder: Path) -> None:
+        """Everything that `restore` needs, in one file that is always whole."""
+        tensors = {"scales": self._scales, "draft_ids": self.pdm.draft_ids}
+        for name, master, average in zip(self._names, self.masters, self.averages, strict=True):
+            tensors[f"master.{name}"], tensors[f"average.{name}"] = master, average
+            for key, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"adam.{key}.{name}"] = value
+        progress = {
+            "settings": asdict(self.settings),
+            "made_for": self.made_for.model_dump(),
+            "documents": len(self.corpus.documents),
+            "step_number": self.step_number,
+            "visited": self.visited,
+            "epoch": self.epoch,
+            "index": self.index,
+            "curve": self.curve,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / "state.partial"
+        save_file(tensors, partial, {"progress": json.dumps(progress)})
+        partial.replace(folder / STATE_FILE)
+
+    def restore(self, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+        """Goes on where `save` stood. If the corpus has grown since, a new epoch begins."""
+        for name, master, average in zip(self._names, self.masters, self.averages, strict=True):
+            master.copy_(tensors[f"master.{name}"])
+            average.copy_(tensors[f"average.{name}"])
+            state = {
+                key: tensors[f"adam.{key}.{name}"]
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"adam.{key}.{name}" in tensors
+            }
+            if state:
+                self.optimizer.state[master] = state
+        torch._foreach_copy_(self._weights, self.masters)
+        self.step_number, self.visited = progress["step_number"], progress["visited"]
+        self.epoch, self.index = progress["epoch"], progress["index"]
+        self.curve = progress["curve"]
+        if progress["documents"] != len(self.corpus.documents):
+            self.epoch, self.index = self.epoch + 1, 0
+
+
+def scale_inputs(tensors: dict[str, Tensor], scales: Tensor) -> dict[str, Tensor]:
+    """The tensors with the FCs' columns multiplied by `scales` [A + 1, H]: the same map of hidden
+    states that are divided by them."""
+    return {
+        name: tensor * scales.flatten()[: tensor.shape[1]]
+        if name.startswith("aggregation.")
+        else tensor
+        for name, tensor in tensors.items()
+    }
