@@ -151,7 +151,7 @@ def load_draft_ids(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> Te
             f"drafter.checkpoint: `draft_ids` should be {pdm.draft_vocabulary} integers, "
             f"not {found}"
         )
-    ids = ids.long()
+    ids = torch.as_tensor(ids, dtype=torch.int64)
     if len(set(ids.tolist())) < len(ids) or ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ConfigError(
             "drafter.checkpoint: `draft_ids` should be different token ids in "

@@ -1,8 +1,8 @@
 """Texts to train a PDM on, and what the target has shown of them, in shards on disk.
 
 A shard is one safetensors file: `tokens` [N] of all its documents end to end, `lengths`,
-`answer_starts` and `temperatures` [documents] (NaN where it is not known), and, where the target has
-already been run, `states` [N, A, H] bfloat16, its hidden states at the anchors (without 0, the
+`answer_starts` and `temperatures` [documents] (NaN where it is not known), and, where the target
+has already been run, `states` [N, A, H] bfloat16, its hidden states at the anchors (without 0, the
 embedding). Without states it is a file of texts, small enough to be kept.
 """
 
@@ -10,7 +10,6 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ class Corpus:
             raise ConfigError(f"the corpus {folder} holds no documents to train on")
 
     def _add(self, file: Path, seen: set[tuple[int, ...]]) -> None:
-        shard = safe_open(file, framework="pt")
+        shard: Any = safe_open(file, framework="pt")
         made_with = shard.metadata() or {}
         found = CorpusInfo(
             made_with.get("target_fingerprint", "?"),
@@ -148,7 +147,9 @@ class Corpus:
 
     def common_prefix(self) -> int:
         """With how many tokens all documents begin (the template's own)."""
-        return len(commonprefix([d.tokens for d in self.documents]))
+        first, last = (pick(d.tokens for d in self.documents) for pick in (min, max))
+        differ = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+        return next(differ, min(len(first), len(last)))
 
     def token_counts(self, vocabulary: int) -> Tensor:
         """How often each token occurs in answers: [vocabulary] int64."""

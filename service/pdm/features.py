@@ -13,6 +13,17 @@ def default_anchors(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(a, 0), layers) for a in wanted}))
 
 
+def shared_anchors(layers: int, widths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Anchors for pipelines of several widths, given by their stage bounds: where stages end, but
+    none within a sixth of the layers behind another, and L-1 and L."""
+    ends = sorted({b for bounds in widths for b in bounds if 0 < b < layers - 1})
+    chosen = [0]
+    for end in ends:
+        if end - chosen[-1] >= layers / 6:
+            chosen.append(end)
+    return tuple(sorted({*chosen, layers - 1, layers}))
+
+
 def type_of_depth(anchors: Sequence[int], bounds: Sequence[int], depth: int) -> int:
     """The type of a token that has finished `depth` stages: how many anchors it has, less one."""
     return sum(a <= bounds[depth] for a in anchors) - 1

@@ -21,11 +21,10 @@ _RIDGE = 1e-5  # of the mean squared input
 def ridge(inputs: Sequence[Tensor], wanted: Tensor) -> Tensor:
     """The weight [out, in] of the linear map from inputs [N, in] to wanted [N, out] with the least
     squared error, summed over several sets of inputs, and a small penalty."""
-    gram = sum(x.T @ x for x in inputs)
-    assert isinstance(gram, Tensor)
-    gram = gram.double()
+    gram = torch.stack([x.T @ x for x in inputs]).sum(0).double()
+    cross = torch.stack([x.T @ wanted for x in inputs]).sum(0).double()
     gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
-    weight = torch.linalg.solve(gram, sum(x.T @ wanted for x in inputs).double())
+    weight: Tensor = torch.linalg.solve(gram, cross)
     return weight.T.contiguous().to(wanted.dtype)
 
 
@@ -88,7 +87,7 @@ def _fitted(
             parts.append(earlier(feature, j, sample))
         inputs.append(torch.cat(parts, dim=-1)[used])
     width = goal.shape[1]
-    fitted = ridge(inputs, goal).split([(newest + 1) * width, *[width] * previous], dim=1)
+    fitted = torch.split(ridge(inputs, goal), [(newest + 1) * width, *[width] * previous], dim=1)
     weights[newest] = fitted[0]
     return {f"aggregation.by_type.{k}.weight": w.contiguous() for k, w in weights.items()} | {
         f"previous.by_distance.{j}.weight": w.contiguous() for j, w in enumerate(fitted[1:])

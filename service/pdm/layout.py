@@ -1,11 +1,11 @@
 """The PDM over whole texts at once, as training needs it: the outputs of the newest row at every
 position, each as if the pipeline stood there.
 
-The paper masks all rows of all depths against each other. But a query of depth d at position t sees
-the row of depth d + j at distance j while that is in flight, and beyond only rows that have left the
-pipeline. So its scores are one product with the rows of depth n, kept causal at a distance, and one
-number for each row in flight: no square of all depths is ever made. With one layer only the newest
-rows ask, with more layers every depth does, except in the last.
+The paper masks all rows of all depths against each other. But a query of depth d at position t
+sees the row of depth d + j at distance j while that is in flight, and beyond only rows that have
+left the pipeline. So its scores are one product with the rows of depth n, kept causal at a
+distance, and one number for each row in flight: no square of all depths is ever made. With one
+layer only the newest rows ask, with more layers every depth does, except in the last.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,22 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Texts side by side in rows of one length: token by token its hidden states [B, S, A + 1, H] at
-    anchors 0.., its position in its text [B, S], the number of its text [B, S], and whether the
-    newest row is wanted there [B, S]."""
+    """Texts side by side in rows of one length: for each token its hidden states [B, S, A + 1, H]
+    at anchors 0.., its position in its text [B, S], the number of its text [B, S] (-1: no token),
+    and whether the newest row is wanted there [B, S]."""
 
     states: Tensor
     positions: Tensor
     texts: Tensor
     wanted: Tensor
+
+    def to(self, device: torch.device) -> "Packed":
+        return Packed(
+            self.states.to(device),
+            self.positions.to(device),
+            self.texts.to(device),
+            self.wanted.to(device),
+        )
 
 
 def newest_hidden(pdm: PDM, packed: Packed, types: Sequence[int], fill: int) -> Tensor:
@@ -113,17 +121,19 @@ def _attend(query: Tensor, left: Pair, in_flight: list[Pair], packed: Packed) ->
     asked = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, kv, group * S, head_dim]
     scores = asked @ left[0].permute(0, 2, 3, 1)  # [B, kv, group * S, S]
     scores = scores.view(batch, kv_heads, -1, size, size)
-    at = torch.arange(size)
+    at = torch.arange(size, device=query.device)
     far = (packed.texts[:, :, None] == packed.texts[:, None]) & (at[:, None] - at[None] >= near)
     scores = scores.masked_fill(~far[:, None, None], -torch.inf)
     if near:
         keys = torch.stack([k for k, _ in in_flight], dim=-1)  # [B, S, kv, head_dim, near]
         close = torch.einsum("bskgd,bskdj->bkgsj", grouped, keys)
-        there = packed.positions[:, :, None] >= torch.arange(near)  # [B, S, near]
+        there = packed.positions[:, :, None] >= at[:near]  # [B, S, near]
         close = close.masked_fill(~there[:, None, None], -torch.inf)
         scores = torch.cat([scores, close], dim=-1)
     weights = torch.softmax(scores, dim=-1)
-    out = weights[..., :size].flatten(2, 3) @ left[1].transpose(1, 2)  # [B, kv, group * S, head_dim]
+    out = weights[..., :size].flatten(2, 3) @ left[1].transpose(
+        1, 2
+    )  # [B, kv, group * S, head_dim]
     out = out.view(batch, kv_heads, -1, size, head_dim).permute(0, 3, 1, 2, 4)
     if near:
         values = torch.stack([v for _, v in in_flight], dim=-2)  # [B, S, kv, near, head_dim]
@@ -139,10 +149,8 @@ def _keys_values(attention: Any, states: Tensor, rotation: Pair) -> Pair:
 
 def _heads(projected: Tensor, attention: Any, norm: str) -> Tensor:
     """[B, S, heads * head_dim] -> [B, S, heads, head_dim], normalised where the target does so."""
-    split = projected.unflatten(-1, (-1, attention.head_dim))
-    if hasattr(attention, norm):
-        split = getattr(attention, norm)(split)
-    return split
+    split = projected.view(*projected.shape[:-1], -1, attention.head_dim)
+    return getattr(attention, norm)(split) if hasattr(attention, norm) else split
 
 
 def _rotate(attention: Any, x: Tensor, rotation: Pair) -> Tensor:

@@ -27,9 +27,9 @@ class Aggregation(nn.Module):
 
 
 class PreviousRows(nn.Module):
-    """An extra input of the newest row, beyond the paper: for each distance j = 1..n a linear map of
-    the feature of the row j positions before it. What the drafter knows of the text's end so reaches
-    even a PDM of one layer before its attention."""
+    """An extra input of the newest row, beyond the paper: for each distance j = 1..n a linear map
+    of the feature of the row j positions before it. So even in a PDM of one layer the newest row
+    knows the end of the text before its attention."""
 
     def __init__(self, hidden_size: int, distances: int) -> None:
         super().__init__()

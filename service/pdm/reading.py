@@ -45,7 +45,7 @@ def conversations(file: Path, tokenizer: Tokenizer) -> Iterator[Document]:
         except ValueError as error:  # pydantic's, the template's and our own
             reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"{file}, line {number}: expected {{\"messages\": [{{\"role\", \"content\"}}, ...]}} "
+                f'{file}, line {number}: expected {{"messages": [{{"role", "content"}}, ...]}} '
                 f"with an answer of the assistant at the end; {reason}"
             ) from None
 
@@ -66,16 +66,20 @@ def read_texts(
     name: str,
     info: CorpusInfo,
     documents: Sequence[Document],
-    max_len: int,
+    max_len: int = 512,
 ) -> None:
     """Adds documents, cut to `max_len` tokens, to the corpus `out` as shards `<name>-<number>`.
     Shards that are there already are left alone: an interrupted run goes on."""
     whole = [d for d in documents if d.answer_start < max_len]
     if len(whole) < len(documents):
-        log.warning("%d prompts are longer than %d tokens; left out", len(documents) - len(whole), max_len)
+        log.warning(
+            "%d prompts are longer than %d tokens; left out", len(documents) - len(whole), max_len
+        )
     texts = [replace(d, tokens=d.tokens[:max_len]) for d in whole]
     shards = {
-        out / f"{name}-{i // _DOCUMENTS_PER_SHARD:05}.safetensors": texts[i : i + _DOCUMENTS_PER_SHARD]
+        out / f"{name}-{i // _DOCUMENTS_PER_SHARD:05}.safetensors": texts[
+            i : i + _DOCUMENTS_PER_SHARD
+        ]
         for i in range(0, len(texts), _DOCUMENTS_PER_SHARD)
     }
     missing = {file: part for file, part in shards.items() if not file.exists()}
@@ -91,4 +95,9 @@ def read_texts(
         ]
         write_shard(file, info, part, states)
         count = sum(len(d.tokens) for d in part)
-        log.info("read %s: %d tokens, %.0f tokens/s", file.name, count, count / (time.monotonic() - began))
+        log.info(
+            "read %s: %d tokens, %.0f tokens/s",
+            file.name,
+            count,
+            count / (time.monotonic() - began),
+        )

@@ -66,7 +66,7 @@ def one_row_each_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one row in each slot, queries [1, heads, B, head_dim] -> [1, B, heads,
     head_dim]. Two products for all slots: on CPUs 100 rows so cost a tenth of 100 calls."""
-    _, heads, count, head_dim = query.shape
+    heads, count, head_dim = query.shape[1:]
     grouped = query[0].transpose(0, 1).reshape(count, keys.shape[1], -1, head_dim)
     scores = torch.matmul(grouped * scaling, keys.transpose(2, 3)) + batch.mask.to(query.dtype)
     output = torch.matmul(torch.softmax(scores, dim=-1), values)  # [B, kv_heads, group, head_dim]

@@ -25,9 +25,8 @@ from service.pdm.corpus import Corpus
 from service.pdm.features import type_of_depth
 from service.pdm.layout import Packed, head_logits, newest_hidden
 from service.pdm.module import PDM
-from service.pipeline.blueprint import head_cost
+from service.pipeline.blueprint import balanced_bounds
 from service.pipeline.layers import EMBEDDING, NORM, WeightReader, fill, model_skeleton
-from service.pipeline.partition import balanced_layers, stage_bounds
 
 STATE_FILE = "state.safetensors"
 
@@ -49,7 +48,8 @@ class TrainSettings:
     answers_only: bool = False
     dtype: str = "bfloat16"
     seed: int = 0
-    save_every_s: float = 600.0
+    evaluate_every: int = 500_000  # tokens
+    save_every_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ class Target:
 
     def depth_types(self, n: int, anchors: Sequence[int]) -> tuple[int, ...]:
         """The type of each depth 0..n in a pipeline of n balanced stages."""
-        layers = balanced_layers(self.config.num_hidden_layers, n, head_cost(self.config))
-        bounds = stage_bounds(layers)
+        bounds = balanced_bounds(self.config, n)
         return tuple(type_of_depth(anchors, bounds, d) for d in range(n + 1))
 
 
@@ -135,9 +134,12 @@ class Trainer:
         self.pdm = build_pdm(made_for, scaled, target.config, self._dtype, device)
         self.pdm.requires_grad_(True)
         self._scales = scales.to(device)
+        self._embedding = target.embedding.cpu()
         loss = Loss(self.pdm)
         # Types that a narrow pipeline does not reach get no gradient in its steps.
-        self._loss = DistributedDataParallel(loss, find_unused_parameters=True) if world > 1 else loss
+        self._loss = (
+            DistributedDataParallel(loss, find_unused_parameters=True) if world > 1 else loss
+        )
         self._names = [name for name, _ in self.pdm.named_parameters()]
         self._weights = [p.detach() for p in self.pdm.parameters()]
         self.masters = [scaled[n].to(device, torch.float32).clone() for n in self._names]
@@ -146,7 +148,7 @@ class Trainer:
             self.masters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
         )
         self.step_number = self.visited = self.epoch = self.index = 0
-        self.curve: list[dict[str, float]] = []
+        self.curve: list[dict[str, Any]] = []
         prefix = 0 if settings.answers_only else corpus.common_prefix()
         self._first_wanted = [
             d.answer_start - 1 if settings.answers_only else prefix for d in corpus.documents
@@ -177,7 +179,7 @@ class Trainer:
         types = self.target.depth_types(n, self.made_for.anchors)
         self.pdm.zero_grad(set_to_none=True)
         loss: Tensor = self._loss(self._scaled(packed), types, fill, self._wanted(packed))
-        loss.backward()
+        torch.autograd.backward(loss)
         self._update()
         tokens = int((packed.texts >= 0).sum())
         self.step_number, self.visited = self.step_number + 1, self.visited + tokens * self._world
@@ -195,11 +197,12 @@ class Trainer:
         torch._foreach_lerp_(self.averages, self.masters, 1 - min(self.settings.average, early))
 
     def _packed(self, batch: Batch, size: int, first_wanted: Sequence[int]) -> Packed:
-        return packed_states(self.corpus, batch, self.target.embedding, size, first_wanted)
+        packed = packed_states(self.corpus, batch, self._embedding, size, first_wanted)
+        return packed.to(self._device)
 
     def _scaled(self, packed: Packed) -> Packed:
-        states = (packed.states / self._scales.to(packed.states.dtype)).to(self._dtype)
-        return replace(packed, states=states)
+        scales = self._scales.to(packed.states.dtype)
+        return replace(packed, states=packed.states / scales)
 
     @torch.no_grad()
     def _wanted(self, packed: Packed) -> Tensor:

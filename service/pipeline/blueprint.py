@@ -47,16 +47,22 @@ def head_cost(config: PretrainedConfig) -> float:
     return float(hidden * config.vocab_size / layer)
 
 
+def balanced_bounds(config: PretrainedConfig, stages: int) -> tuple[int, ...]:
+    """The stage bounds of a pipeline whose layers are not given."""
+    layers = balanced_layers(config.num_hidden_layers, stages, head_cost(config))
+    return stage_bounds(layers)
+
+
 def make_blueprint(settings: Settings) -> Blueprint:
     """Checks everything that can be checked before weights are read. Raises ConfigError."""
     folder = resolve_target(settings.model)
     config = load_target_config(folder)
     pipeline, layers = settings.pipeline, config.num_hidden_layers
     check_context(config, pipeline.max_len)
-    bounds = stage_bounds(
-        check_layers(pipeline.layers, layers)
+    bounds = (
+        stage_bounds(check_layers(pipeline.layers, layers))
         if pipeline.layers
-        else balanced_layers(layers, pipeline.stages, head_cost(config))
+        else balanced_bounds(config, pipeline.stages)
     )
     anchors: tuple[int, ...] = ()
     draft_ids = None
