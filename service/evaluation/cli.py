@@ -61,6 +61,22 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=_positive, default=1, help="torch threads of each stage (%(default)s)")
     add("--seed", type=int, default=0, help="for temperatures above 0 (%(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of results.json and acceptance.png")
+    add(
+        "--replay",
+        type=Path,
+        metavar="FILE.json",
+        help="run nothing but the scheduler, over the target's texts at temperature 0 from this "
+        "file; those that are not in it are generated first, once. The counts are the same",
+    )
+    add("--corpus", type=Path, metavar="DIR", help="of spd-train, to train `early-exit` on")
+    add(
+        "--early-exit-visits",
+        type=_positive,
+        default=1_000_000,
+        metavar="N",
+        help="tokens that the drafter `early-exit` (a head on stage 0, with --replay) is trained "
+        "on, repeated ones included (%(default)s)",
+    )
     return parser
 
 

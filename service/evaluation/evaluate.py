@@ -16,6 +16,7 @@ from service.evaluation.configuration import Configuration, Options, configurati
 from service.evaluation.counting import Counts, count, total
 from service.evaluation.plot import PLOT_FILE, draw
 from service.evaluation.prompts import Prompt, encode, make_requests, read_data_sets
+from service.evaluation.replay import Replays
 from service.evaluation.report import table
 from service.evaluation.running import Progress, run, say
 from service.evaluation.store import (
@@ -29,15 +30,18 @@ from service.evaluation.store import (
 from service.messages import GenerateRequest
 from service.pdm.checkpoint import target_fingerprint
 from service.pipeline.blueprint import Blueprint, make_blueprint
+from service.pipeline.graph import Graph
 from service.pipeline.local_graph import LocalGraph
 from service.replica import make_scheduler
 from service.text.tokenizer import Tokenizer
+
+Planned = tuple[Configuration, Settings, Blueprint]
 
 
 def evaluate(options: Options) -> None:
     """Raises ConfigError and GraphError; what was finished before is stored."""
     prompts = read_data_sets(options.prompts, options.limit)
-    pending = []
+    pending: list[Planned] = []
     for configuration in configurations(options):
         settings = configuration.settings(options)
         pending.append((configuration, settings, make_blueprint(settings)))
@@ -45,8 +49,9 @@ def evaluate(options: Options) -> None:
     tokenizer = Tokenizer.load(Path(blueprint.spec.folder))
     encoded = encode(prompts, tokenizer, options.max_len, options.max_tokens)
     store = Store(options.out, _shared(options, settings, blueprint, prompts, encoded))
-    if options.checkpoint is None and any(s.runs_pdm for _, s, _ in pending):
+    if options.checkpoint is None and any(s.runs_pdm and not c.exits_early for c, s, _ in pending):
         say("--checkpoint is unset: the PDM is untrained and rarely right")
+    replays = _replays(options, store, pending, prompts, encoded)
     for number, (configuration, settings, blueprint) in enumerate(pending, start=1):
         name = f"{configuration} ({number} of {len(pending)})"
         if store.has(configuration):
@@ -55,8 +60,26 @@ def evaluate(options: Options) -> None:
         requests = make_requests(
             prompts, encoded, options.max_tokens, configuration.temperature, options.seed
         )
-        store.add(run_configuration(configuration, settings, blueprint, prompts, requests, name))
+        store.add(
+            run_configuration(configuration, settings, blueprint, prompts, requests, name, replays)
+        )
     _show(store, options.out)
+
+
+def _replays(
+    options: Options,
+    store: Store,
+    pending: list[Planned],
+    prompts: list[Prompt],
+    encoded: list[tuple[int, ...]],
+) -> Replays | None:
+    """What the configurations need that are to be replayed; None if they are to be run."""
+    planned = [(c, blueprint) for c, _, blueprint in pending if not store.has(c)]
+    if options.replay is None or not planned:
+        return None
+    return Replays(
+        options, planned, make_requests(prompts, encoded, options.max_tokens, 0.0, options.seed)
+    )
 
 
 def run_configuration(
@@ -66,10 +89,12 @@ def run_configuration(
     prompts: list[Prompt],
     requests: list[GenerateRequest],
     name: str,
+    replays: Replays | None,
 ) -> Record:
-    """Runs all prompts, with a pipeline made for it. Raises GraphError."""
+    """Runs all prompts, with a pipeline made for it, or replays them. Raises GraphError."""
     say(f"{name}: starting")
-    with closing(LocalGraph(blueprint)) as graph:
+    graph: Graph = replays.graph(configuration, blueprint) if replays else LocalGraph(blueprint)
+    with closing(graph):
         scheduler = make_scheduler(settings, blueprint)
         began = time.monotonic()
         answers = run(scheduler, graph, requests, Progress(name, len(requests)))
@@ -87,6 +112,8 @@ def run_configuration(
         machine=_machine(),
         versions=_versions(),
         data_sets={data_set: total(counts) for data_set, counts in by_data_set.items()},
+        replayed=configuration.replayed,
+        note=replays.note(configuration) if replays else "",
     )
 
 
@@ -128,6 +155,8 @@ def _shared(
             )
             for name, texts in ids.items()
         },
+        corpus=None if options.corpus is None else str(options.corpus),
+        early_exit_visits=None if options.corpus is None else options.early_exit_visits,
     )
 
 

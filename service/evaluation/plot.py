@@ -70,11 +70,12 @@ def _by_position(axes: "Axes", records: Sequence[Record]) -> None:
 
 
 def _by_width(axes: "Axes", records: Sequence[Record]) -> None:
-    lines: dict[tuple[str, float], list[Record]] = {}
+    lines: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.width):
         if record.overall.acceptance is not None:
-            lines.setdefault((record.drafter, record.temperature), []).append(record)
-    for (drafter, temperature), line in lines.items():
+            name = str(record.configuration).partition(" ")[2]  # without the width
+            lines.setdefault(name, []).append(record)
+    for name, line in lines.items():
         colour, linestyle = _style(line[0], records)
         axes.plot(
             [record.width for record in line],
@@ -82,7 +83,7 @@ def _by_width(axes: "Axes", records: Sequence[Record]) -> None:
             color=colour,
             linestyle=linestyle,
             marker="o",
-            label=f"{drafter} T={temperature:g}",
+            label=name,
         )
     axes.set_xticks(sorted({record.width for record in records}))
     axes.set_xlabel("width n (stages)")

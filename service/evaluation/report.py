@@ -16,6 +16,10 @@ LEGEND = (
     "accept length: the equivalent one, n * decoded / cycles, which is the theoretical speed-up\n"
     "(`off` has 1 at every n).\n"
 )
+REPLAYED = (
+    "replayed: the scheduler's counts over the target's own texts, with all drafts computed before;"
+    "\nthe pipeline did not run.\n"
+)
 
 
 def table(records: Sequence[Record]) -> str:
@@ -31,14 +35,16 @@ def table(records: Sequence[Record]) -> str:
         if before is not None and before[:3] != row[:3]:
             lines.append("")
         lines.append(_line(row, widths))
-    return "\n".join([*lines, "", LEGEND])
+    notes = [f"{r.configuration}: {r.note}\n" for r in records if r.note]
+    replayed = REPLAYED if any(r.replayed for r in records) else ""
+    return "\n".join([*lines, "", LEGEND]) + replayed + "".join(notes)
 
 
 def _row(record: Record, name: str, counts: Counts) -> tuple[str, ...]:
     return (
         f"{record.temperature:g}",
         str(record.width),
-        record.drafter,
+        f"{record.drafter} (replayed)" if record.replayed else record.drafter,
         name,
         str(counts.prompts),
         str(counts.decoded),

@@ -44,6 +44,8 @@ class SharedSettings(_Model):
     seed: int
     lookup_min_match: int
     data_sets: dict[str, DataSet]
+    corpus: str | None = None  # of the early exit
+    early_exit_visits: int | None = None
 
 
 class Rates(_Model):
@@ -66,10 +68,12 @@ class Record(_Model):
     machine: str
     versions: dict[str, str]
     data_sets: dict[str, Counts]
+    replayed: bool = False  # counted over known texts, not run
+    note: str = ""
 
     @property
     def configuration(self) -> Configuration:
-        return Configuration(self.width, self.drafter, self.temperature)
+        return Configuration(self.width, self.drafter, self.temperature, self.replayed)
 
     @property
     def overall(self) -> Counts:

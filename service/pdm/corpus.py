@@ -163,12 +163,10 @@ class Corpus:
             f"{len(self.documents)} documents ({len(self.held_out)} held out, "
             f"{self.duplicates} duplicates left out), {tokens} tokens"
         ]
-        for temperature in sorted({round(d.temperature, 2) for d in self.documents}):
-            answers = [
-                d.tokens[d.answer_start :]
-                for d in self.documents
-                if round(d.temperature, 2) == temperature
-            ]
+        by_temperature: dict[str, list[tuple[int, ...]]] = {}
+        for d in self.documents:
+            by_temperature.setdefault(f"{d.temperature:.1f}", []).append(d.tokens[d.answer_start :])
+        for temperature, answers in sorted(by_temperature.items()):
             count = sum(map(len, answers))
             repeated = sum(map(repeated_four_grams, answers))
             lines.append(

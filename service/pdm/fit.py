@@ -4,12 +4,11 @@ keeps. Runs in one process or, by Ray Train, in several that share each step."""
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from service.config import ConfigError
@@ -18,13 +17,14 @@ from service.pdm.checkpoint import PdmConfig, load_tensors, target_fingerprint
 from service.pdm.corpus import Corpus, CorpusInfo
 from service.pdm.initial import initial_tensors
 from service.pdm.layout import Packed
-from service.pdm.trainer import STATE_FILE, Score, Target, Trainer, TrainSettings
+from service.pdm.trainer import STATE_FILE, Score, State, Target, Trainer, TrainSettings
 from service.target import load_target_config
 
 log = logging.getLogger(__name__)
 
-_SAMPLE_ROWS = 64  # of texts from which scales and the first FCs are computed
+_SAMPLE_ROWS = 160  # of texts from which scales and the first FCs are computed
 _SMALLEST_SCALE = 1e-4
+_MAY_CHANGE = {"visits", "evaluate_every", "save_every_s"}  # when training goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,48 +73,46 @@ def make_trainer(job: Job, rank: int = 0, world: int = 1) -> Trainer:
     """A trainer where an interrupted run stood, else at a checkpoint, else at the target's own
     weights."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = load_target_config(job.target)
     corpus = Corpus(job.corpus, corpus_info(job.target, job.anchors))
-    dtype = getattr(torch, job.settings.dtype)
+    config, dtype = load_target_config(job.target), getattr(torch, job.settings.dtype)
     target = Target(job.target, config, dtype, device)
-    state = job.out / STATE_FILE
-    made_for, tensors, scales = _beginning(job, target, corpus)
+    state = read_state(job) if (job.out / STATE_FILE).exists() else None
+    if state is not None:
+        made_for, tensors, scales = state.made_for, state.checkpoint_tensors(), state.scales
+    else:
+        made_for, tensors, scales = beginning(job, target, corpus)
     trainer = Trainer(job.settings, target, corpus, made_for, tensors, scales, device, rank, world)
-    if state.exists():
-        restore(trainer, state)
+    if state is not None:
+        trainer.restore(state)
     return trainer
 
 
-def restore(trainer: Trainer, file: Path) -> None:
+def read_state(job: Job) -> State:
     """Raises ConfigError if the interrupted run was one with other settings."""
-    with safe_open(file, framework="pt") as state:
-        progress = json.loads(state.metadata()["progress"])
-        tensors = {name: state.get_tensor(name) for name in state.keys()}  # noqa: SIM118
-    now = json.loads(json.dumps(asdict(trainer.settings)))
-    free = {"visits", "save_every_s", "evaluate_every"}
-    if different := [k for k in now if k not in free and progress["settings"].get(k) != now[k]]:
-        details = ", ".join(
-            f"{k} ({progress['settings'].get(k)} there, {now[k]} now)" for k in different
-        )
+    state = State.read(job.out / STATE_FILE)
+    now = json.loads(json.dumps(asdict(job.settings)))
+    changed = [k for k in now if k not in _MAY_CHANGE and state.settings.get(k) != now[k]]
+    if tuple(state.made_for.anchors) != job.anchors:
+        changed.append("anchors")
+    if changed:
         raise ConfigError(
-            f"{file} is of a training with other settings: {details}. Give the same ones to go "
-            "on, or another folder."
+            f"{job.out} has a training with other settings: {', '.join(changed)}. Give the same "
+            "ones to go on with it, or another folder."
         )
-    trainer.restore(tensors, progress)
+    return state
 
 
-def _beginning(
+def beginning(
     job: Job, target: Target, corpus: Corpus
 ) -> tuple[PdmConfig, dict[str, Tensor], Tensor]:
     """What the PDM is made for, its first tensors, and the scales [A + 1, H] of hidden states."""
     s, config = job.settings, target.config
-    widths = [target.depth_types(n, job.anchors) for n in s.widths]
     sample = sample_of(corpus, target, s.row_tokens)
-    raw = sample.states[sample.texts >= 0].float()
-    scales = raw.pow(2).mean(0).sqrt().clamp_min(_SMALLEST_SCALE)
+    known = sample.states[sample.texts >= 0].float()
+    scales = known.pow(2).mean(0).sqrt().clamp_min(_SMALLEST_SCALE)
     if job.start is not None:
-        made_for = PdmConfig.read(job.start)
-        return made_for, load_tensors(job.start), scales
+        return PdmConfig.read(job.start), load_tensors(job.start), scales
+    widths = [target.depth_types(n, job.anchors) for n in s.widths]
     draft_ids = likeliest_ids(corpus, config.vocab_size, s.draft_vocabulary)
     made_for = PdmConfig(
         format=1,
@@ -127,9 +125,8 @@ def _beginning(
         previous=s.previous,
         draft_vocabulary=len(draft_ids),
     )
-    scaled = replace(sample, states=sample.states.float() / scales)
     tensors = initial_tensors(
-        job.target, config, scaled, scales, job.anchors, widths, draft_ids, s.layers, s.previous
+        job.target, config, sample, job.anchors, widths, draft_ids, s.layers, s.previous
     )
     return made_for, tensors, scales
 

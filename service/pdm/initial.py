@@ -15,33 +15,44 @@ from transformers import PretrainedConfig
 from service.pdm.layout import Packed, earlier
 from service.pipeline.layers import NORM, WeightReader, model_skeleton
 
-_RIDGE = 1e-5  # of the mean squared input
+_RIDGE = 1e-3  # of each input's own square: its scale does not matter
+_SMALLEST = 1e-9
 
 
-def ridge(inputs: Sequence[Tensor], wanted: Tensor) -> Tensor:
-    """The weight [out, in] of the linear map from inputs [N, in] to wanted [N, out] with the least
-    squared error, summed over several sets of inputs, and a small penalty."""
-    gram = torch.stack([x.T @ x for x in inputs]).sum(0).double()
-    cross = torch.stack([x.T @ wanted for x in inputs]).sum(0).double()
-    gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
-    weight: Tensor = torch.linalg.solve(gram, cross)
-    return weight.T.contiguous().to(wanted.dtype)
+class Moments:
+    """Sums over rows from which linear maps are fitted: of inputs [N, in] with themselves, and with
+    what is wanted [N, out]."""
+
+    def __init__(self, inputs: Tensor, wanted: Tensor) -> None:
+        self.gram = inputs.T @ inputs
+        self.cross = inputs.T @ wanted
+
+    def add(self, inputs: Tensor, wanted: Tensor) -> None:
+        self.gram += inputs.T @ inputs
+        self.cross += inputs.T @ wanted
+
+    def ridge(self, inputs: int | None = None) -> Tensor:
+        """The weight [out, in] of the linear map of the first inputs with the least squared error
+        and a small penalty, which is relative to each input's own square: scales don't matter."""
+        gram = self.gram[:inputs, :inputs].double()
+        gram.diagonal().mul_(1 + _RIDGE).add_(_SMALLEST)
+        factor = torch.linalg.cholesky(gram)
+        weight: Tensor = torch.cholesky_solve(self.cross[:inputs].double(), factor)
+        return weight.T.contiguous().float()
 
 
 def initial_tensors(
     folder: Path,
     config: PretrainedConfig,
     sample: Packed,
-    scales: Tensor,
     anchors: Sequence[int],
     widths: Sequence[Sequence[int]],
     draft_ids: Tensor,
     layers: int,
     previous: int,
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, float32. `sample` has texts with their states, divided by
-    `scales` [A + 1, H]; `widths` are, for each
-    pipeline width n, the types of the depths 0..n."""
+    """The tensors of a checkpoint, float32. `sample` has texts with their states;
+    `widths` are, for each pipeline width n, the types of the depths 0..n."""
     read, cpu = WeightReader(folder), torch.device("cpu")
     first = config.num_hidden_layers - layers
     tensors: dict[str, Tensor] = {}
@@ -53,13 +64,12 @@ def initial_tensors(
     tensors["norm.weight"] = read(NORM, torch.float32, cpu)
     tensors["head.weight"] = read(read.head_name(config), torch.float32, cpu)[draft_ids]
     tensors["draft_ids"] = draft_ids.int()
-    tensors |= _fitted(sample, scales, anchors, widths, first, previous)
+    tensors |= _fitted(sample, anchors, widths, first, previous)
     return tensors
 
 
 def _fitted(
     sample: Packed,
-    scales: Tensor,
     anchors: Sequence[int],
     widths: Sequence[Sequence[int]],
     first: int,
@@ -70,14 +80,15 @@ def _fitted(
     used = sample.texts >= 0
     states = sample.states.float()
     nearest = max(i for i, a in enumerate(anchors) if a <= max(first, anchors[1]))
-    goal = (states[:, :, nearest] * scales[nearest])[used]
+    goal = states[:, :, nearest][used]
 
     def known(kind: int) -> Tensor:
         return states[:, :, : kind + 1].flatten(2)
 
-    newest = widths[0][0]
-    weights = {k: ridge([known(k)[used]], goal) for k in sorted({k for w in widths for k in w})}
-    inputs = []
+    width, newest = goal.shape[1], widths[0][0]
+    moments = Moments(known(len(anchors) - 1)[used], goal)  # the types' inputs begin alike
+    weights = {k: moments.ridge((k + 1) * width) for k in sorted({k for w in widths for k in w})}
+    moments = Moments(goal.new_zeros(0, (newest + 1 + previous) * width), goal[:0])
     for types in widths:
         n = len(types) - 1
         parts = [known(newest)]
@@ -85,9 +96,8 @@ def _fitted(
             k = types[min(j, n)]
             feature = known(k) @ weights[k].T if j <= n else torch.zeros_like(states[:, :, 0])
             parts.append(earlier(feature, j, sample))
-        inputs.append(torch.cat(parts, dim=-1)[used])
-    width = goal.shape[1]
-    fitted = torch.split(ridge(inputs, goal), [(newest + 1) * width, *[width] * previous], dim=1)
+        moments.add(torch.cat(parts, dim=-1)[used], goal)
+    fitted = torch.split(moments.ridge(), [(newest + 1) * width, *[width] * previous], dim=1)
     weights[newest] = fitted[0]
     return {f"aggregation.by_type.{k}.weight": w.contiguous() for k, w in weights.items()} | {
         f"previous.by_distance.{j}.weight": w.contiguous() for j, w in enumerate(fitted[1:])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,10 +43,11 @@ class TrainSettings:
     visits: int = 10_000_000  # tokens in all steps; a text is visited many times
     rows: int = 6  # of a batch
     row_tokens: int = 512
-    learning_rate: float = 5e-4
-    warmup: int = 200_000  # tokens
-    average: float = 0.998  # of the averaged weights, by step
+    learning_rate: float = 6e-4
+    warmup: int = 60_000  # tokens
+    average: float = 0.99  # of the averaged weights, by step
     answers_only: bool = False
+    train_head: bool = False  # frozen, it stays the target's
     dtype: str = "bfloat16"
     seed: int = 0
     evaluate_every: int = 500_000  # tokens
@@ -86,6 +88,65 @@ class Target:
         """The type of each depth 0..n in a pipeline of n balanced stages."""
         bounds = balanced_bounds(self.config, n)
         return tuple(type_of_depth(anchors, bounds, d) for d in range(n + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """An interrupted training, in one file. `masters`, `averages` and `optimizer` are of the
+    parameters as they are trained, with the inputs of the FCs divided by `scales`."""
+
+    settings: dict[str, Any]
+    made_for: PdmConfig
+    scales: Tensor
+    masters: dict[str, Tensor]
+    averages: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    progress: dict[str, int]
+    curve: list[dict[str, Any]]
+    head: Tensor
+    draft_ids: Tensor
+
+    def write(self, file: Path) -> None:
+        """In one go: under its name the file is always whole."""
+        groups = {"masters": self.masters, "averages": self.averages, "optimizer": self.optimizer}
+        tensors = {f"{g}.{name}": t for g, named in groups.items() for name, t in named.items()}
+        tensors |= {"scales": self.scales, "head": self.head, "draft_ids": self.draft_ids}
+        plain = {
+            "settings": self.settings,
+            "made_for": self.made_for.model_dump(),
+            "progress": self.progress,
+            "curve": self.curve,
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        save_file(tensors, partial, {"plain": json.dumps(plain)})
+        partial.replace(file)
+
+    @classmethod
+    def read(cls, file: Path) -> "State":
+        with safe_open(file, framework="pt") as opened:
+            plain = json.loads(opened.metadata()["plain"])
+            groups: dict[str, dict[str, Tensor]] = {"masters": {}, "averages": {}, "optimizer": {}}
+            for name in opened.keys():  # noqa: SIM118
+                group, _, rest = name.partition(".")
+                if group in groups:
+                    groups[group][rest] = opened.get_tensor(name)
+            single = {name: opened.get_tensor(name) for name in ("scales", "head", "draft_ids")}
+        return cls(
+            settings=plain["settings"],
+            made_for=PdmConfig.model_validate(plain["made_for"]),
+            progress=plain["progress"],
+            curve=plain["curve"],
+            masters=groups["masters"],
+            averages=groups["averages"],
+            optimizer=groups["optimizer"],
+            **single,
+        )
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The weights as in a checkpoint."""
+        tensors = scale_inputs(self.masters, 1 / self.scales)
+        return {"head.weight": self.head, **tensors, "draft_ids": self.draft_ids}
 
 
 class Loss(nn.Module):
@@ -133,6 +194,7 @@ class Trainer:
         scaled = scale_inputs(tensors, scales)
         self.pdm = build_pdm(made_for, scaled, target.config, self._dtype, device)
         self.pdm.requires_grad_(True)
+        self.pdm.head.requires_grad_(settings.train_head)
         self._scales = scales.to(device)
         self._embedding = target.embedding.cpu()
         loss = Loss(self.pdm)
@@ -140,8 +202,10 @@ class Trainer:
         self._loss = (
             DistributedDataParallel(loss, find_unused_parameters=True) if world > 1 else loss
         )
-        self._names = [name for name, _ in self.pdm.named_parameters()]
-        self._weights = [p.detach() for p in self.pdm.parameters()]
+        trained = [(name, p) for name, p in self.pdm.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in trained]
+        self._parameters = [p for _, p in trained]
+        self._weights = [p.detach() for p in self._parameters]
         self.masters = [scaled[n].to(device, torch.float32).clone() for n in self._names]
         self.averages = [m.clone() for m in self.masters]
         self.optimizer = torch.optim.AdamW(
@@ -188,7 +252,7 @@ class Trainer:
     def _update(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, self.visited)
-        for master, parameter in zip(self.masters, self.pdm.parameters(), strict=True):
+        for master, parameter in zip(self.masters, self._parameters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
@@ -246,47 +310,51 @@ class Trainer:
             name: tensor.to(torch.bfloat16)
             for name, tensor in scale_inputs(named, 1 / self._scales).items()
         }
+        tensors.setdefault("head.weight", self.pdm.head.weight.to(torch.bfloat16))
         tensors["draft_ids"] = self.pdm.draft_ids.int()
         save_pdm(folder, self.made_for, tensors)
 
     def save(self, folder: Path) -> None:
-        """Everything that `restore` needs, in one file that is always whole."""
-        tensors = {"scales": self._scales, "draft_ids": self.pdm.draft_ids}
-        for name, master, average in zip(self._names, self.masters, self.averages, strict=True):
-            tensors[f"master.{name}"], tensors[f"average.{name}"] = master, average
+        """Everything that `restore` needs."""
+        weights, optimizer = {}, {}
+        for name, master in zip(self._names, self.masters, strict=True):
+            weights[name] = master
             for key, value in self.optimizer.state.get(master, {}).items():
-                tensors[f"adam.{key}.{name}"] = value
-        progress = {
-            "settings": asdict(self.settings),
-            "made_for": self.made_for.model_dump(),
-            "documents": len(self.corpus.documents),
-            "step_number": self.step_number,
-            "visited": self.visited,
-            "epoch": self.epoch,
-            "index": self.index,
-            "curve": self.curve,
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / "state.partial"
-        save_file(tensors, partial, {"progress": json.dumps(progress)})
-        partial.replace(folder / STATE_FILE)
+                optimizer[f"{key}.{name}"] = value
+        State(
+            settings=asdict(self.settings),
+            made_for=self.made_for,
+            scales=self._scales,
+            masters=weights,
+            averages=dict(zip(self._names, self.averages, strict=True)),
+            optimizer=optimizer,
+            progress={
+                "documents": len(self.corpus.documents),
+                "step_number": self.step_number,
+                "visited": self.visited,
+                "epoch": self.epoch,
+                "index": self.index,
+            },
+            curve=self.curve,
+            head=self.pdm.head.weight,
+            draft_ids=self.pdm.draft_ids.int(),
+        ).write(folder / STATE_FILE)
 
-    def restore(self, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+    def restore(self, state: "State") -> None:
         """Goes on where `save` stood. If the corpus has grown since, a new epoch begins."""
         for name, master, average in zip(self._names, self.masters, self.averages, strict=True):
-            master.copy_(tensors[f"master.{name}"])
-            average.copy_(tensors[f"average.{name}"])
-            state = {
-                key: tensors[f"adam.{key}.{name}"]
+            master.copy_(state.masters[name])
+            average.copy_(state.averages[name])
+            self.optimizer.state[master] = {
+                key: state.optimizer[f"{key}.{name}"].clone()
                 for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"adam.{key}.{name}" in tensors
+                if f"{key}.{name}" in state.optimizer
             }
-            if state:
-                self.optimizer.state[master] = state
         torch._foreach_copy_(self._weights, self.masters)
+        progress = state.progress
         self.step_number, self.visited = progress["step_number"], progress["visited"]
         self.epoch, self.index = progress["epoch"], progress["index"]
-        self.curve = progress["curve"]
+        self.curve = state.curve
         if progress["documents"] != len(self.corpus.documents):
             self.epoch, self.index = self.epoch + 1, 0
 
