@@ -113,6 +113,7 @@ class Corpus:
             raise ConfigError(f"the corpus {folder} holds no documents to train on")
 
     def _add(self, file: Path, seen: set[tuple[int, ...]]) -> None:
+        documents = read_documents(file)
         shard: Any = safe_open(file, framework="pt")
         made_with = shard.metadata() or {}
         found = CorpusInfo(
@@ -126,7 +127,7 @@ class Corpus:
             )
         self._shards.append(shard.get_slice("states"))
         at = 0
-        for document in read_documents(file):
+        for document in documents:
             # Of greedy answers, and of loops, the same beginning is the same text.
             key = document.tokens[: document.answer_start + _SAME_BEGINNING]
             if key in seen:

@@ -17,7 +17,8 @@ from service.pdm.checkpoint import PdmConfig, load_tensors, target_fingerprint
 from service.pdm.corpus import Corpus, CorpusInfo
 from service.pdm.initial import initial_tensors
 from service.pdm.layout import Packed
-from service.pdm.trainer import STATE_FILE, Score, State, Target, Trainer, TrainSettings
+from service.pdm.state import STATE_FILE, State
+from service.pdm.trainer import Score, Target, Trainer, TrainSettings
 from service.target import load_target_config
 
 log = logging.getLogger(__name__)

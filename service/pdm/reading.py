@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from service.config import ConfigError
 from service.pdm.corpus import CorpusInfo, Document, write_shard
@@ -43,7 +43,7 @@ def conversations(file: Path, tokenizer: Tokenizer) -> Iterator[Document]:
             messages = _Conversation.model_validate_json(line).messages
             yield _document([m.model_dump() for m in messages], tokenizer)
         except ValueError as error:  # pydantic's, the template's and our own
-            reason = str(error).splitlines()[0]
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise ConfigError(
                 f'{file}, line {number}: expected {{"messages": [{{"role", "content"}}, ...]}} '
                 f"with an answer of the assistant at the end; {reason}"
@@ -53,10 +53,10 @@ def conversations(file: Path, tokenizer: Tokenizer) -> Iterator[Document]:
 def _document(messages: list[dict[str, str]], tokenizer: Tokenizer) -> Document:
     if not messages or messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's")
-    prompt = tokenizer.render_chat(messages[:-1])
     answer = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
     if not answer:
         raise ValueError("the answer is empty")
+    prompt = tokenizer.render_chat(messages[:-1])
     return Document((*prompt, *answer), len(prompt), _UNKNOWN)
 
 

@@ -147,7 +147,7 @@ class Writer:
         tokens = torch.tensor([w.tokens[w.position] for w in self.slots])
         positions = torch.tensor([w.position for w in self.slots])
         logits, states = self.teacher.step(tokens, positions)
-        self._states[torch.arange(len(self.slots)), positions] = states
+        self._states[torch.arange(len(self.slots)), positions] = states.to(torch.bfloat16)
         in_query = torch.tensor([w.answer_start is None for w in self.slots])
         temperatures = torch.tensor([w.temperature for w in self.slots])
         drawn = draw(
