@@ -346,9 +346,7 @@ def test_deeper_pdms(llama: Target, tmp_path: Path, cut: Cut, layers: int) -> No
 @pytest.mark.parametrize("cut", [(3, 3), (1, 2, 3), (2, 1, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("previous", [1, 2, 5, 7])
 @pytest.mark.parametrize("chunk", [2, 8])
-def test_previous_rows(
-    llama: Target, tmp_path: Path, cut: Cut, previous: int, chunk: int
-) -> None:
+def test_previous_rows(llama: Target, tmp_path: Path, cut: Cut, previous: int, chunk: int) -> None:
     """The newest row's extra input, from rows in flight and from those that have left."""
     observer = observe(llama, tmp_path, cut, previous=previous)
     made = observer.run(random_proposer(7, llama.known), chunk=chunk, together=False)

@@ -50,6 +50,8 @@ def packed(observer: Observer, rows: list[list[list[int]]], size: int) -> Packed
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_the_same_as_the_mask(target: Target, tmp_path: Path, cut: Cut, form: dict) -> None:
     """Every fill, every position of the first text, the ends of texts beside it."""
+    if "Llama" not in target.model.config.architectures[0] and cut not in CUTS[4:5]:
+        pytest.skip("what differs between architectures does not depend on the cut")
     observer = observe(target, tmp_path, cut, **form)
     config = AutoConfig.from_pretrained(target.folder)
     pdm = build_pdm(

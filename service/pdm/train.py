@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
     keep_freed_memory()
     target = resolve_target(args.model)
     config = load_target_config(target)
+    check_form(args, config.num_hidden_layers)
     bounds = [balanced_bounds(config, n) for n in args.widths]
     job = Job(
         target=target,
@@ -74,6 +76,21 @@ def run(args: argparse.Namespace) -> None:
     if args.visits:
         torch.set_num_threads(args.threads)
         train(job, args.processes)
+
+
+def check_form(args: argparse.Namespace, layers: int) -> None:
+    """Raises ConfigError for a PDM that can't be."""
+    if min(args.widths) < 2:
+        raise ConfigError(f"--widths: {min(args.widths)} has nothing to draft for; give 2 or more")
+    if args.layers > layers:
+        raise ConfigError(f"--layers: {args.layers} is more than the target's {layers}")
+    anchors = args.anchors or (0, layers)
+    ascending = all(a < b for a, b in pairwise(anchors))
+    if anchors[0] != 0 or anchors[-1] != layers or not ascending:
+        raise ConfigError(
+            f"--anchors: {','.join(map(str, anchors))} should ascend from 0, the embedding, to "
+            f"{layers}, the last layer, whose output is what training compares with"
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -138,6 +155,9 @@ def _positive(text: str) -> int:
 
 def gather(job: Job, args: argparse.Namespace) -> None:
     """Fills the corpus folder: given texts first, then what the target writes."""
+    for file in (*args.texts, *args.conversations):
+        if not file.is_file():
+            raise ConfigError(f"there is no file {file}")
     info = corpus_info(job.target, job.anchors)
     for file in args.texts:
         read_texts(job.target, job.corpus, f"texts-{file.stem}", info, read_documents(file))
@@ -170,8 +190,12 @@ def train(job: Job, processes: int) -> None:
     if processes == 1:
         fit(job)
         return
-    from service.pdm.distributed import fit_distributed
-
+    try:
+        from service.pdm.distributed import fit_distributed
+    except ImportError as error:
+        raise ConfigError(
+            "--processes: Ray Train is not installed; pip install 'spd-serve[train]'"
+        ) from error
     fit_distributed(job, processes)
 
 
