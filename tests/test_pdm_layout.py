@@ -1,5 +1,5 @@
-"""The PDM over whole texts against the mask as the paper writes it, which tests/test_pdm_features.py
-in turn holds against the running pipeline."""
+"""The PDM over whole texts against the mask as the paper writes it, which the tests of features
+(tests/test_pdm_features.py) in turn hold against the running pipeline."""
 
 from pathlib import Path
 

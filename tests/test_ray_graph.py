@@ -67,14 +67,18 @@ EMPTY = CyclePlan(1, ((),) * STAGES, (), (), ())
 ONE_ROW = CyclePlan(1, ((Rows(0, 0),), *((),) * (STAGES - 1)), ((5,),), (), ())
 
 
+def run_often(graph: RayGraph) -> None:
+    for _ in range(1000):
+        graph.run(ONE_ROW)
+
+
 @pytest.mark.parametrize("victim", ["stage", "drafter"])
 def test_a_dead_actor_is_a_graph_error(cluster, toy, victim) -> None:  # noqa: ARG001
     graph = make(toy)
     graph.run(ONE_ROW)
     ray.kill(graph.stages[1] if victim == "stage" else graph.drafter)
     with pytest.raises(GraphError, match="in cycle 1 a stage or the drafter failed"):
-        for _ in range(1000):  # an actor lives on for a moment after `ray.kill`
-            graph.run(ONE_ROW)
+        run_often(graph)  # an actor lives on for a moment after `ray.kill`
     began = time.monotonic()
     graph.close()
     assert time.monotonic() - began < 5
