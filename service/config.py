@@ -64,7 +64,8 @@ class DrafterSettings(_Section):
     )
     checkpoint: str | None = Field(
         None,
-        description="Folder of a PDM checkpoint. Unset: an untrained PDM made from the target.",
+        description="Folder of a PDM checkpoint. Unset: the one that comes with the project "
+        "for this model and this number of stages, else an untrained PDM made from the target.",
     )
     lookup_min_match: int = Field(
         2, ge=1, le=8, description="Tokens that a lookup match has at least."

@@ -36,8 +36,13 @@ class Pipeline:
         log.info(
             "Building %s: %d stages, cut at layers %s", settings.name, spec.stages, spec.bounds
         )
-        if settings.runs_pdm and settings.drafter.checkpoint is None:
-            log.warning("drafter.checkpoint is unset: the PDM is untrained and rarely right")
+        self._untrained = blueprint.with_drafter and blueprint.checkpoint is None
+        if self._untrained:
+            log.warning(
+                "No PDM comes with the project for this model and %d stages, and "
+                "drafter.checkpoint is unset: the PDM is untrained and rarely right",
+                spec.stages,
+            )
         placement_group = ray.util.get_current_placement_group()
 
         def make_graph() -> Graph:
@@ -87,7 +92,7 @@ class Pipeline:
             return "off (one stage: nothing to fill)"
         if self._engine.draft_error is not None:
             return f"{drafter.kind} (the PDM fails: {self._engine.draft_error})"
-        if drafter.uses_pdm and drafter.checkpoint is None:
+        if self._untrained:
             return f"{drafter.kind} (untrained PDM)"
         return drafter.kind
 

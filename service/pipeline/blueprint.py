@@ -1,12 +1,13 @@
 """From settings to what a graph is built from: the target, where it is cut, a PDM that fits."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from service.config import Settings
+from service.config import ConfigError, Settings
 from service.pdm.checkpoint import (
     PdmConfig,
     check_fits,
@@ -18,6 +19,8 @@ from service.pdm.features import default_anchors
 from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
 from service.pipeline.spec import ActorSpec
 from service.target import check_context, load_target_config, resolve_target
+
+SHIPPED = Path(__file__).parents[2] / "deployments"  # the PDMs that come with the project
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,11 @@ def make_blueprint(settings: Settings) -> Blueprint:
     )
     anchors: tuple[int, ...] = ()
     draft_ids = None
-    checkpoint = settings.drafter.checkpoint if settings.runs_pdm else None
+    checkpoint = find_checkpoint(settings, folder, config, bounds) if settings.runs_pdm else None
     if checkpoint is not None:
-        made_for = PdmConfig.read(Path(checkpoint))
-        check_fits(made_for, target_fingerprint(folder, config), config, bounds)
+        made_for = PdmConfig.read(checkpoint)
         anchors = made_for.anchors
-        draft_ids = load_draft_ids(Path(checkpoint), made_for, config)
+        draft_ids = load_draft_ids(checkpoint, made_for, config)
     elif settings.runs_pdm:
         anchors = default_anchors(layers, pipeline.stages)
         draft_ids = untrained_draft_ids(config)
@@ -85,4 +87,21 @@ def make_blueprint(settings: Settings) -> Blueprint:
         device=settings.device,
         threads=pipeline.threads,
     )
-    return Blueprint(spec, config, checkpoint, draft_ids)
+    return Blueprint(spec, config, None if checkpoint is None else str(checkpoint), draft_ids)
+
+
+def find_checkpoint(
+    settings: Settings, folder: Path, config: PretrainedConfig, bounds: tuple[int, ...]
+) -> Path | None:
+    """The PDM that the settings name, else a shipped one that fits. Raises ConfigError if the named
+    one does not."""
+    fingerprint = target_fingerprint(folder, config)
+    if settings.drafter.checkpoint is not None:
+        named = Path(settings.drafter.checkpoint).expanduser().resolve()
+        check_fits(PdmConfig.read(named), fingerprint, config, bounds)
+        return named
+    for shipped in sorted(SHIPPED.glob("pdm-*")):
+        with suppress(ConfigError):
+            check_fits(PdmConfig.read(shipped), fingerprint, config, bounds)
+            return shipped
+    return None
