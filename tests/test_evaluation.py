@@ -456,14 +456,14 @@ def test_results_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_told_by_its_files(tmp_path: Path) -> None:
-    assert checkpoint_digest(None) is None
+    assert checkpoint_digest([]) is None
     with pytest.raises(ConfigError, match=r"--checkpoint: .*pdm\.json"):
-        checkpoint_digest(str(tmp_path))
+        checkpoint_digest([str(tmp_path)])
     (tmp_path / "pdm.json").touch()
     (tmp_path / "pdm.safetensors").touch()
-    before = checkpoint_digest(str(tmp_path))
+    before = checkpoint_digest([str(tmp_path)])
     (tmp_path / "pdm.safetensors").write_text("trained further")
-    assert checkpoint_digest(str(tmp_path)) != before
+    assert checkpoint_digest([str(tmp_path)]) != before
 
 
 def test_without_matplotlib_the_numbers_are_there(
@@ -501,7 +501,7 @@ def test_without_matplotlib_the_numbers_are_there(
         (["--slots", "999"], "pipeline.slots: "),
         (["--dtype", "int8"], "dtype: "),
         (["--model", "./nowhere"], "there is no folder './nowhere'"),
-        (["--checkpoint", "nowhere"], "drafter.checkpoint is 'nowhere', but there is no pdm.json"),
+        (["--checkpoint", "nowhere"], "nowhere', but there is no pdm.json"),
         (["--checkpoint", "nowhere", "--drafters", "off"], "--checkpoint: "),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl can't be read"),
     ],

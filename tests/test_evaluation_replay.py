@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from service.config import ConfigError
+from service.config import ConfigError, parse_settings
 from service.engine.lookup import Proposer, lookup_proposer
 from service.engine.scheduler import Scheduler
 from service.evaluation import evaluate as evaluation
@@ -22,12 +22,14 @@ from service.evaluation.gold import Gold, GoldFile
 from service.evaluation.replay_graph import ReplayGraph
 from service.evaluation.report import table
 from service.evaluation.running import run
+from service.evaluation.store import checkpoint_digest
 from service.evaluation.tables import PdmSource, make_tables
 from service.messages import CyclePlan, CycleResult, GenerateRequest
 from service.pdm.checkpoint import target_fingerprint
 from service.pdm.corpus import CorpusInfo, Document, write_shard
 from service.pdm.teacher import Teacher
-from service.pipeline.blueprint import Blueprint
+from service.pipeline import blueprint as blueprints
+from service.pipeline.blueprint import Blueprint, make_blueprint
 from service.pipeline.graph import Graph
 from service.pipeline.local_graph import LocalGraph
 from service.target import load_target_config
@@ -286,6 +288,26 @@ def test_a_replay_by_command(
     fewer = ["--limit", "1", "--max-tokens", "8", "--drafters", "off"]
     assert main([*replay, *fewer]) == 0  # these texts are known
     assert "n=1 off T=0 replayed (1 of 1): 2 of 2 prompts, 16 tokens" in capsys.readouterr().err
+
+
+def test_a_pdm_that_comes_with_the_project(
+    chat: tuple[Path, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is named in the results, and the widths that it does not serve on the way."""
+    made = parse_settings({"model": str(chat[0]), "pipeline": {"stages": 2, "max_len": 100}})
+    bounds = make_blueprint(made).spec.bounds
+    pdm = toy_pdm(tmp_path / "pdm-toy", chat[0], bounds=bounds)
+    monkeypatch.setattr(blueprints, "SHIPPED", tmp_path)
+    args = command(*chat, "--widths", "2,3", "--temperatures", "0", "--drafters", "pdm")
+    replay = ["--replay", str(tmp_path / "gold.json"), "--out", str(tmp_path)]
+    assert main([*args, *replay]) == 0
+    assert "there is no --checkpoint for n = 3: the PDM is untrained" in capsys.readouterr().err
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert settings["checkpoint"] == str(pdm)
+    assert settings["checkpoint_sha256"] == checkpoint_digest([str(pdm)])
 
 
 def test_real_and_replayed_results_in_one_folder(

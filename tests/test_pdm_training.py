@@ -234,10 +234,12 @@ def test_ridge_finds_a_linear_map() -> None:
     weight = torch.randn(3, 5, generator=generator)
     scales = torch.tensor([0.1, 1.0, 10.0, 30.0, 0.3])
     inputs = torch.randn(400, 5, generator=generator) * scales
-    moments = Moments(inputs[:100], inputs[:100] @ weight.T)
+    moments = Moments(5, 3)
+    moments.add(inputs[:100], inputs[:100] @ weight.T)
     moments.add(inputs[100:], inputs[100:] @ weight.T)
     torch.testing.assert_close(moments.ridge(), weight, rtol=2e-2, atol=2e-2)
-    first = Moments(inputs[:, :2], inputs @ weight.T)
+    first = Moments(2, 3)
+    first.add(inputs[:, :2], inputs @ weight.T)
     torch.testing.assert_close(moments.ridge(2), first.ridge(), rtol=1e-3, atol=1e-3)
 
 

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spd-eval", description=DESCRIPTION)
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, help="target: a folder or hub id (%(default)s)")
-    add("--checkpoint", metavar="FOLDER", help="PDM checkpoint; unset: an untrained PDM")
+    add("--checkpoint", metavar="FOLDER", help="PDM checkpoint; unset: as in a deployment")
     add("--widths", type=_widths, default="2,3,5", help="numbers of stages, n (%(default)s)")
     add(
         "--drafters",

@@ -106,7 +106,9 @@ def _train(
     sample = list(islice(batches, max(1, SAMPLE // STEP)))
     inputs, wanted = (torch.cat(parts) for parts in zip(*sample, strict=True))
     scales = inputs.pow(2).mean(0).sqrt().clamp_min(1e-4)  # [H]; a step then moves all alike
-    fitted = Moments(inputs / scales, wanted / wanted.pow(2).mean().sqrt()).ridge()
+    moments = Moments(inputs.shape[1], wanted.shape[1])
+    moments.add(inputs / scales, wanted / wanted.pow(2).mean().sqrt())
+    fitted = moments.ridge()
     adapter = nn.Parameter(fitted)
     optimizer = torch.optim.AdamW([adapter], betas=(0.9, 0.95), weight_decay=0.01)
     steps, losses = -(-visits // STEP), deque[float](maxlen=SAY_EVERY)

@@ -48,9 +48,12 @@ def evaluate(options: Options) -> None:
     _, settings, blueprint = pending[0]
     tokenizer = Tokenizer.load(Path(blueprint.spec.folder))
     encoded = encode(prompts, tokenizer, options.max_len, options.max_tokens)
-    store = Store(options.out, _shared(options, settings, blueprint, prompts, encoded))
-    if options.checkpoint is None and any(s.runs_pdm and not c.exits_early for c, s, _ in pending):
-        say("--checkpoint is unset: the PDM is untrained and rarely right")
+    checkpoints = _checkpoints(options, [b for _, _, b in pending])
+    store = Store(options.out, _shared(options, settings, blueprint, checkpoints, prompts, encoded))
+    pdms = [b for c, _, b in pending if b.with_drafter and not c.exits_early]
+    if untrained := sorted({b.spec.stages for b in pdms if b.checkpoint is None}):
+        widths = ", ".join(map(str, untrained))
+        say(f"there is no --checkpoint for n = {widths}: the PDM is untrained and rarely right")
     replays = _replays(options, store, pending, prompts, encoded)
     for number, (configuration, settings, blueprint) in enumerate(pending, start=1):
         name = f"{configuration} ({number} of {len(pending)})"
@@ -127,10 +130,18 @@ def _show(store: Store, out: Path | None) -> None:
         say(str(error))  # the numbers are there
 
 
+def _checkpoints(options: Options, blueprints: list[Blueprint]) -> list[str]:
+    """The PDM that is asked for, else those that come with the project and are used."""
+    if options.checkpoint is not None:
+        return [options.checkpoint]
+    return sorted({b.checkpoint for b in blueprints if b.checkpoint is not None})
+
+
 def _shared(
     options: Options,
     settings: Settings,
     blueprint: Blueprint,
+    checkpoints: list[str],
     prompts: list[Prompt],
     encoded: list[tuple[int, ...]],
 ) -> SharedSettings:
@@ -140,8 +151,8 @@ def _shared(
     return SharedSettings(
         model=options.model,
         target_fingerprint=target_fingerprint(Path(blueprint.spec.folder), blueprint.config),
-        checkpoint=options.checkpoint,
-        checkpoint_sha256=checkpoint_digest(options.checkpoint),
+        checkpoint=", ".join(checkpoints) or None,
+        checkpoint_sha256=checkpoint_digest(checkpoints),
         dtype=options.dtype,
         max_tokens=options.max_tokens,
         max_len=options.max_len,

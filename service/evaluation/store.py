@@ -167,12 +167,11 @@ def digest(texts: Iterable[tuple[int, ...]]) -> str:
     return hashlib.sha256(repr(list(texts)).encode()).hexdigest()[:16]
 
 
-def checkpoint_digest(folder: str | None) -> str | None:
-    """Of a PDM's files. Raises ConfigError where they are not."""
-    if folder is None:
-        return None
+def checkpoint_digest(folders: Iterable[str]) -> str | None:
+    """Of PDMs' files, if there are any. Raises ConfigError where they should be and are not."""
+    files = [Path(folder) / name for folder in folders for name in (CONFIG_FILE, WEIGHTS_FILE)]
     try:
-        content = [(Path(folder) / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        content = b"".join(file.read_bytes() for file in files)
     except OSError as error:
         raise ConfigError(f"--checkpoint: {error}") from error
-    return hashlib.sha256(b"".join(content)).hexdigest()[:16]
+    return hashlib.sha256(content).hexdigest()[:16] if files else None

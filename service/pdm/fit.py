@@ -109,8 +109,8 @@ def beginning(
     """What the PDM is made for, its first tensors, and the scales [A + 1, H] of hidden states."""
     s, config = job.settings, target.config
     sample = sample_of(corpus, target, s.row_tokens)
-    known = sample.states[sample.texts >= 0].float()
-    scales = known.pow(2).mean(0).sqrt().clamp_min(_SMALLEST_SCALE)
+    squares = [part.states[part.there].float().pow(2).sum(0) for part in sample.parts(1)]
+    scales = (torch.stack(squares).sum(0) / sample.there.sum()).sqrt().clamp_min(_SMALLEST_SCALE)
     if job.start is not None:
         return PdmConfig.read(job.start), load_tensors(job.start), scales
     widths = [target.depth_types(n, job.anchors) for n in s.widths]

@@ -17,19 +17,20 @@ from service.pipeline.layers import NORM, WeightReader, model_skeleton
 
 _RIDGE = 1e-3  # of each input's own square: its scale does not matter
 _SMALLEST = 1e-9
+_ROWS_AT_ONCE = 8
 
 
 class Moments:
     """Sums over rows from which linear maps are fitted: of inputs [N, in] with themselves, and with
     what is wanted [N, out]."""
 
-    def __init__(self, inputs: Tensor, wanted: Tensor) -> None:
-        self.gram = inputs.T @ inputs
-        self.cross = inputs.T @ wanted
+    def __init__(self, inputs: int, wanted: int) -> None:
+        self.gram = torch.zeros(inputs, inputs)
+        self.cross = torch.zeros(inputs, wanted)
 
     def add(self, inputs: Tensor, wanted: Tensor) -> None:
-        self.gram += inputs.T @ inputs
-        self.cross += inputs.T @ wanted
+        self.gram.addmm_(inputs.T, inputs)
+        self.cross.addmm_(inputs.T, wanted)
 
     def ridge(self, inputs: int | None = None) -> Tensor:
         """The weight [out, in] of the linear map of the first inputs with the least squared error
@@ -77,28 +78,30 @@ def _fitted(
 ) -> dict[str, Tensor]:
     """FC_k of each type, and the maps of the previous rows, which the newest rows of all widths
     share."""
-    used = sample.texts >= 0
-    states = sample.states.float()
-    nearest = max(i for i, a in enumerate(anchors) if a <= max(first, anchors[1]))
-    goal = states[:, :, nearest][used]
-
-    def known(kind: int) -> Tensor:
-        return states[:, :, : kind + 1].flatten(2)
-
-    width, newest = goal.shape[1], widths[0][0]
-    moments = Moments(known(len(anchors) - 1)[used], goal)  # the types' inputs begin alike
-    weights = {k: moments.ridge((k + 1) * width) for k in sorted({k for w in widths for k in w})}
-    moments = Moments(goal.new_zeros(0, (newest + 1 + previous) * width), goal[:0])
-    for types in widths:
-        n = len(types) - 1
-        parts = [known(newest)]
-        for j in range(1, previous + 1):
-            k = types[min(j, n)]
-            feature = known(k) @ weights[k].T if j <= n else torch.zeros_like(states[:, :, 0])
-            parts.append(earlier(feature, j, sample))
-        moments.add(torch.cat(parts, dim=-1)[used], goal)
-    fitted = torch.split(moments.ridge(), [(newest + 1) * width, *[width] * previous], dim=1)
+    width, newest = sample.states.shape[-1], widths[0][0]
+    goal = max(i for i, a in enumerate(anchors) if a <= max(first, anchors[1]))
+    kinds = sorted({k for types in widths for k in types})
+    of_types = Moments((kinds[-1] + 1) * width, width)  # their inputs begin alike
+    for part in sample.parts(_ROWS_AT_ONCE):
+        of_types.add(_known(part, kinds[-1])[part.there], part.states[part.there][:, goal].float())
+    weights = {k: of_types.ridge((k + 1) * width) for k in kinds}
+    of_newest = Moments((newest + 1 + previous) * width, width)
+    for part in sample.parts(_ROWS_AT_ONCE):
+        wanted = part.states[part.there][:, goal].float()
+        features = {k: _known(part, k) @ weights[k].T for k in kinds}
+        for types in widths:
+            reach = min(previous, len(types) - 1)
+            before = [earlier(features[types[j]], j, part) for j in range(1, reach + 1)]
+            none = [torch.zeros_like(features[newest])] * (previous - reach)
+            inputs = torch.cat([_known(part, newest), *before, *none], dim=-1)
+            of_newest.add(inputs[part.there], wanted)
+    fitted = torch.split(of_newest.ridge(), [(newest + 1) * width, *[width] * previous], dim=1)
     weights[newest] = fitted[0]
     return {f"aggregation.by_type.{k}.weight": w.contiguous() for k, w in weights.items()} | {
         f"previous.by_distance.{j}.weight": w.contiguous() for j, w in enumerate(fitted[1:])
     }
+
+
+def _known(packed: Packed, kind: int) -> Tensor:
+    """The hidden states [B, S, (kind + 1) * H] that a type has."""
+    return packed.states[:, :, : kind + 1].flatten(2).float()

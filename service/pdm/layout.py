@@ -8,7 +8,7 @@ distance, and one number for each row in flight: no square of all depths is ever
 layer only the newest rows ask, with more layers every depth does, except in the last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,17 @@ class Packed:
     positions: Tensor
     texts: Tensor
     wanted: Tensor
+
+    @property
+    def there(self) -> Tensor:
+        """Where there is a token [B, S]."""
+        return self.texts >= 0
+
+    def parts(self, rows: int) -> Iterator["Packed"]:
+        """A few rows at a time: the states of many fill gigabytes in float32."""
+        tensors = (self.states, self.positions, self.texts, self.wanted)
+        for part in zip(*(torch.split(t, rows) for t in tensors), strict=True):
+            yield Packed(*part)
 
     def to(self, device: torch.device) -> "Packed":
         return Packed(

@@ -182,7 +182,7 @@ class Trainer:
         loss: Tensor = self._loss(self._scaled(packed), types, fill, self._wanted(packed))
         torch.autograd.backward(loss)
         self._update()
-        tokens = int((packed.texts >= 0).sum())
+        tokens = int(packed.there.sum())
         self.step_number, self.visited = self.step_number + 1, self.visited + tokens * self._world
         return float(loss.detach())
 
