@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from service.config import ConfigError
 from service.pdm import train
 from service.pdm.checkpoint import PdmConfig, check_fits, load_tensors, target_fingerprint
-from service.pdm.corpus import CorpusInfo, Document
+from service.pdm.corpus import Corpus, CorpusInfo, Document
 from service.pdm.distributed import fit_distributed
 from service.pdm.features import shared_anchors
 from service.pdm.fit import Job, fit, likeliest_ids, make_trainer
@@ -302,6 +302,12 @@ def test_the_command(target: Path, corpus: Path, tmp_path: Path) -> None:
     assert PdmConfig.read(out).draft_vocabulary == 50
     assert PdmConfig.read(out).previous == 3
     assert train.main(command) == 0  # nothing is left to do
+    # The texts are kept without their states, and can be read again.
+    again = tmp_path / "again"
+    texts = ["--texts", str(out / "texts.safetensors"), "--corpus", str(again / "corpus")]
+    assert train.main([str(again), *command[1:], *texts]) == 0
+    kept, read = (Corpus(folder, info(target)).documents for folder in (corpus, again / "corpus"))
+    assert kept == read
 
 
 @pytest.mark.parametrize(
