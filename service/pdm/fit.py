@@ -17,6 +17,7 @@ from service.pdm.checkpoint import PdmConfig, load_tensors, target_fingerprint
 from service.pdm.corpus import Corpus, CorpusInfo
 from service.pdm.initial import initial_tensors
 from service.pdm.layout import Packed
+from service.pdm.memory import give_back_freed_memory
 from service.pdm.state import STATE_FILE, State
 from service.pdm.trainer import Score, Target, Trainer, TrainSettings
 from service.target import load_target_config
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 160  # of texts from which scales and the first FCs are computed
 _SMALLEST_SCALE = 1e-4
+_GIVE_BACK_EVERY = 50  # steps
 _MAY_CHANGE = {"visits", "evaluate_every", "save_every_s"}  # when training goes on
 
 
@@ -57,6 +59,8 @@ def fit(job: Job, rank: int = 0, world: int = 1) -> None:
         if trainer.visited >= settings.visits:
             break
         progress.after_step(trainer.step(batch))
+        if trainer.step_number % _GIVE_BACK_EVERY == 0:
+            give_back_freed_memory()
         if rank > 0:
             continue
         if progress.is_due(settings.evaluate_every):

@@ -5,12 +5,10 @@ All slots decode at once, one row each; a slot whose document has ended begins t
 hidden states that decoding computes anyway are kept, so that training never runs the target again.
 """
 
-import ctypes
 import logging
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from service.config import ConfigError
 from service.pdm.corpus import CorpusInfo, Document, shard_tokens, write_shard
+from service.pdm.memory import keep_freed_memory
 from service.pdm.teacher import Teacher
 from service.target import eos_token_ids
 from service.text.tokenizer import Tokenizer
@@ -28,7 +27,6 @@ log = logging.getLogger(__name__)
 
 QUERY_MIN_P = 0.02  # the query is drawn at temperature 1, without the least likely tokens
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # one is drawn for each document
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 _LOOP = 24  # an answer that repeats this many tokens goes in circles
 _LOOP_CHECK = 8
 
@@ -233,12 +231,3 @@ def synthesise(
         number, done = number + 1, []
         rate = (written - before) / (time.monotonic() - began)
         log.info("writer %d: %d of %d tokens, %.0f tokens/s", worker, written, tokens, rate)
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep the memory of freed tensors for the next ones: giving it back and having it
-    cleared again takes a fifth of the time on CPUs."""
-    with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

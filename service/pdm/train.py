@@ -15,8 +15,9 @@ from service.config import DEFAULT_MODEL, ConfigError
 from service.pdm.corpus import Corpus, read_documents, shard_tokens, write_shard
 from service.pdm.features import shared_anchors
 from service.pdm.fit import Job, corpus_info, fit
+from service.pdm.memory import keep_freed_memory
 from service.pdm.reading import conversations, read_texts
-from service.pdm.synthesis import keep_freed_memory, synthesise
+from service.pdm.synthesis import synthesise
 from service.pdm.trainer import TrainSettings
 from service.pipeline.blueprint import balanced_bounds
 from service.target import load_target_config, resolve_target

@@ -27,6 +27,8 @@ from service.pdm.state import STATE_FILE, State, scale_inputs
 from service.pipeline.blueprint import balanced_bounds
 from service.pipeline.layers import EMBEDDING, NORM, WeightReader, fill, model_skeleton
 
+_AT_ONCE = 256  # positions whose scores over the whole vocabulary are in memory
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
@@ -226,12 +228,15 @@ class Trainer:
         at_0: list[Tensor] = []
         for batch in pack(lengths, self.corpus.held_out, self.settings.rows, max(lengths)):
             packed = self._packed(batch, max(lengths), answers)
-            hidden = newest_hidden(self.pdm, self._scaled(packed), types, fill)
-            logits = head_logits(self.pdm, hidden).float()
-            target = self.target.logits(packed.states[:, :, -1][packed.wanted])
-            hits.append(self.pdm.draft_ids[logits.argmax(-1)] == target.argmax(-1))
-            p = torch.softmax(target, -1)[:, self.pdm.draft_ids]
-            overlaps.append(torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
+            drafted = newest_hidden(self.pdm, self._scaled(packed), types, fill)
+            last = packed.states[:, :, -1][packed.wanted]
+            for hidden, final in zip(
+                torch.split(drafted, _AT_ONCE), torch.split(last, _AT_ONCE), strict=True
+            ):
+                logits, target = head_logits(self.pdm, hidden).float(), self.target.logits(final)
+                hits.append(self.pdm.draft_ids[logits.argmax(-1)] == target.argmax(-1))
+                p = torch.softmax(target, -1)[:, self.pdm.draft_ids]
+                overlaps.append(torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
             cold = torch.tensor([d.temperature == 0 for d in documents])
             at_0.append(cold[packed.texts[packed.wanted]])
         torch._foreach_copy_(self._weights, self.masters)
