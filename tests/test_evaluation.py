@@ -42,6 +42,7 @@ from tests.toys import (
     prompts_of,
     requests_of,
     texts_of,
+    toy_chat_target,
     toy_target,
     wrong_proposer,
 )
@@ -327,12 +328,7 @@ def test_requests_repeat() -> None:
 
 @pytest.fixture(scope="module")
 def chat_target(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
-    """A toy with the default model's tokenizer."""
-    folder = tmp_path_factory.mktemp("chat")
-    toy_target(folder, layers=LAYERS, vocab_size=49152)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(default_model / name, folder)
-    return folder
+    return toy_chat_target(tmp_path_factory.mktemp("chat"), default_model, layers=LAYERS)
 
 
 @pytest.fixture

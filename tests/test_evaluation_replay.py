@@ -1,7 +1,6 @@
 """Replays of `spd-eval` on toys: cycle by cycle beside the real graph, and by the command."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -44,6 +43,7 @@ from tests.toys import (
     reference,
     requests_of,
     texts_of,
+    toy_chat_target,
     toy_pdm,
     toy_target,
 )
@@ -236,11 +236,9 @@ def test_a_file_of_gold_texts(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> tuple[Path, list[str]]:
-    """A toy with the default model's tokenizer, and data sets."""
+    """A toy that chats, and data sets."""
     folder = tmp_path_factory.mktemp("chat")
-    toy_target(folder, layers=4, vocab_size=49152, tie_word_embeddings=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(default_model / name, folder)
+    toy_chat_target(folder, default_model, layers=4, tie_word_embeddings=True)
     files = {"chat": ["Hi there", "Name a fruit"], "code": ["def f(x): def f(x): def"]}
     for name, texts in files.items():
         lines = [json.dumps({"turns": [text]}) for text in texts]

@@ -3,9 +3,9 @@ shards that keep them."""
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,23 +34,25 @@ from service.pdm.synthesis import (
 )
 from service.pdm.teacher import Teacher
 from service.text.tokenizer import Tokenizer
-from tests.toys import ARCHITECTURES, hidden_states, prompts_of, reference, toy_target
+from tests.toys import (
+    ARCHITECTURES,
+    hidden_states,
+    prompts_of,
+    reference,
+    toy_chat_target,
+    toy_target,
+)
 
 LAYERS = 4
 ANCHORS = (1, 3, 4)
 INFO = CorpusInfo("0123456789abcdef", ANCHORS)
+CHAT: dict[str, Any] = {"layers": LAYERS, "sharpness": 0.3, "eos_token_id": 2}
 SMALL = SynthesisSettings(slots=5, max_len=80, max_query=12, documents_per_shard=6)
 
 
 @pytest.fixture(scope="module")
 def chat_target(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
-    """A toy with the default model's tokenizer, that ends its texts now and then: the row of the
-    end token in its head is that of a frequent one."""
-    folder = tmp_path_factory.mktemp("chat")
-    toy_target(folder, layers=LAYERS, vocab_size=49152, sharpness=0.3, eos_token_id=2)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(default_model / name, folder)
-    return folder
+    return toy_chat_target(tmp_path_factory.mktemp("chat"), default_model, **CHAT)
 
 
 # --- the target in batches ----------------------------------------------------------------------

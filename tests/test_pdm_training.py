@@ -33,6 +33,7 @@ from tests.toys import (
     reference,
     requests_of,
     texts_of,
+    toy_chat_target,
     toy_target,
 )
 
@@ -308,6 +309,23 @@ def test_the_command(target: Path, corpus: Path, tmp_path: Path) -> None:
     assert train.main([str(again), *command[1:], *texts]) == 0
     kept, read = (Corpus(folder, info(target)).documents for folder in (corpus, again / "corpus"))
     assert kept == read
+
+
+@pytest.mark.full
+def test_the_command_from_nothing_but_the_target(tmp_path: Path, default_model: Path) -> None:
+    """Texts by two writers, then training; and again, with nothing left to do."""
+    target = toy_chat_target(tmp_path / "target", default_model, layers=3, eos_token_id=2)
+    out = tmp_path / "out"
+    command = [
+        str(out), "--model", str(target), "--tokens", "1000", "--writers", "2", "--widths", "2",
+        "--visits", "3000", "--dtype", "float32", "--seed", "5",
+    ]  # fmt: skip
+    for _ in range(2):
+        assert train.main(command) == 0
+        shards = sorted(f.name for f in (out / "corpus").iterdir())
+        assert shards == ["5-0-00000.safetensors", "5-1-00000.safetensors"]
+    assert PdmConfig.read(out).widths == (2,)
+    assert State.read(out / STATE_FILE).progress["visited"] >= 3000
 
 
 @pytest.mark.parametrize(

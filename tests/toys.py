@@ -6,6 +6,7 @@ that texts can be compared token for token.
 """
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,14 @@ def toy_target(
                 parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
         model.model.norm.weight.mul_(sharpness)
     model.save_pretrained(folder)
+    return folder
+
+
+def toy_chat_target(folder: Path, default_model: Path, **config: Any) -> Path:
+    """A toy with the default model's tokenizer and chat template."""
+    toy_target(folder, vocab_size=49152, **config)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(default_model / name, folder)
     return folder
 
 
