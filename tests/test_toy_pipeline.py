@@ -377,7 +377,7 @@ def test_a_drafter_that_fails_costs_speculation_only(
     truth = bench.run(PROMPTS, uses_pdm=True)
     drafter = bench.graph.drafter
     assert drafter is not None
-    healthy, calls = drafter.pdm.forward, 0
+    healthy, calls = drafter._cached, 0
 
     def failing(*args: Any) -> torch.Tensor:
         nonlocal calls
@@ -386,7 +386,7 @@ def test_a_drafter_that_fails_costs_speculation_only(
             raise RuntimeError(f"call {calls}")
         return healthy(*args)
 
-    monkeypatch.setattr(drafter.pdm, "forward", failing)
+    monkeypatch.setattr(drafter, "_cached", failing)
     seen: list[tuple[int, str | None, int]] = []
 
     def watch(plan: CyclePlan, result: CycleResult) -> None:
@@ -416,7 +416,7 @@ def test_a_drafter_that_always_fails(llama: Case, monkeypatch: pytest.MonkeyPatc
     def failing(*_: Any) -> torch.Tensor:
         raise ValueError("no memory")
 
-    monkeypatch.setattr(drafter.pdm, "forward", failing)
+    monkeypatch.setattr(drafter, "_cached", failing)
     made = bench.run(PROMPTS, uses_pdm=True)
     assert texts_of(made) == llama.texts
     assert {r.error for r in made.reports} <= {None, "ValueError: no memory"}
