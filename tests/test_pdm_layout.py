@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig
 
 from service.pdm.checkpoint import PdmConfig, build_pdm
-from service.pdm.features import type_of_depth
-from service.pdm.layout import Packed, head_logits, newest_hidden
+from service.pdm.features import depth_types
+from service.pdm.layout import Packed, newest_hidden
 from tests.test_pdm_features import CLOSE, CUTS, Cut, Observer, Target, observe
 from tests.toys import ARCHITECTURES
 
@@ -59,10 +59,10 @@ def test_the_same_as_the_mask(target: Target, tmp_path: Path, cut: Cut, form: di
     )
     known = target.known
     rows = [[known[0][:9], known[1][:7], known[2]], [known[2][3:10]]]
-    types = [type_of_depth(observer.anchors, observer.bounds, d) for d in range(observer.n + 1)]
+    types = depth_types(observer.anchors, observer.bounds)
     batch = packed(observer, rows, size=45)
     for fill in range(1, observer.n + 1):
-        logits = head_logits(pdm, newest_hidden(pdm, batch, types, fill))
+        logits = pdm.logits(newest_hidden(pdm, batch, types, fill))
         at = 0
         for number, text in enumerate(text for row in rows for text in row):
             for t in range(len(text)):
@@ -80,7 +80,7 @@ def test_only_what_is_wanted(target: Target, tmp_path: Path) -> None:
     pdm = build_pdm(
         PdmConfig.read(tmp_path), observer.tensors, config, torch.float32, torch.device("cpu")
     )
-    types = [type_of_depth(observer.anchors, observer.bounds, d) for d in range(4)]
+    types = depth_types(observer.anchors, observer.bounds)
     batch = packed(observer, [[target.known[0]], [target.known[1]]], size=20)
     every = newest_hidden(pdm, batch, types, 2)
     wanted = batch.wanted & (batch.positions % 3 == 1)

@@ -193,8 +193,7 @@ def test_going_on_from_a_checkpoint(job: Job, tmp_path: Path) -> None:
 
 
 def test_the_learning_rate() -> None:
-    s = replace(SETTINGS, learning_rate=1.0, warmup=100, visits=1000)
-    rates = [learning_rate(s, v) for v in (0, 49, 99, 500, 1000, 2000)]
+    rates = [learning_rate(1.0, v, visits=1000, warmup=100) for v in (0, 49, 99, 500, 1000, 2000)]
     assert rates == pytest.approx([0.01, 0.497, 0.976, 0.5, 0.0, 0.0], abs=2e-3)
 
 

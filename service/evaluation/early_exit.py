@@ -6,8 +6,6 @@ Its draft is ready when the PDM's is: at the end of the cycle in which the newes
 0. (That the head makes stage 0 slower is not counted.)
 """
 
-import json
-import math
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -16,22 +14,22 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from service.config import ConfigError
 from service.evaluation.replay_graph import Table
 from service.evaluation.running import say
 from service.pdm.checkpoint import target_fingerprint
-from service.pdm.corpus import Corpus, CorpusInfo
+from service.pdm.corpus import Corpus, CorpusInfo, shard_info
 from service.pdm.initial import Moments
-from service.pdm.trainer import Target
+from service.pdm.teacher import Target
+from service.pdm.trainer import kl_divergence, learning_rate
 from service.pipeline.blueprint import Blueprint
 
 SAMPLE = 30_000  # tokens for the regression that training starts from
 STEP = 1024  # tokens of a step
 LEARNING_RATE = 5e-4
+WARMUP = 20  # steps
 SAY_EVERY = 100  # steps
 
 Rows = tuple[Tensor, Tensor]  # hidden states [N, H] at the exit and behind the last layer
@@ -80,8 +78,7 @@ def _anchors(folder: Path) -> tuple[int, ...]:
     file = min(folder.glob("*.safetensors"), default=None)
     if file is None:
         raise ConfigError(f"--corpus: there are no shards in {folder}")
-    with safe_open(file, framework="pt") as shard:
-        return tuple(json.loads((shard.metadata() or {}).get("anchors", "[]")))
+    return shard_info(file).anchors
 
 
 def _batches(corpus: Corpus, exit_index: int) -> Iterator[Rows]:
@@ -113,15 +110,11 @@ def _train(
     optimizer = torch.optim.AdamW([adapter], betas=(0.9, 0.95), weight_decay=0.01)
     steps, losses = -(-visits // STEP), deque[float](maxlen=SAY_EVERY)
     for step, (states, last) in enumerate(islice(batches, steps)):
-        warm = min(1.0, (step + 1) / 20)
-        optimizer.param_groups[0]["lr"] = (
-            LEARNING_RATE * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
-        )
+        optimizer.param_groups[0]["lr"] = learning_rate(LEARNING_RATE, step, steps, WARMUP)
         with torch.no_grad():
-            p = torch.softmax(target.logits(last, draft_ids), -1)
-            entropy = -(p * p.clamp_min(1e-20).log()).sum(-1).mean()
+            wanted = torch.softmax(target.logits(last, draft_ids), -1)
         logits = target.logits((states / scales) @ adapter.T, draft_ids)
-        loss = F.cross_entropy(logits, p) - entropy
+        loss = kl_divergence(logits, wanted)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from service.config import ConfigError
 from service.evaluation.store import digest
+from service.files import whole_file
 from service.messages import GenerateRequest
 
 
@@ -69,15 +70,13 @@ class GoldFile:
     def add(
         self, requests: Sequence[GenerateRequest], answers: Mapping[str, Sequence[int]]
     ) -> None:
-        """Takes the answers by request id, and writes the file in one go: it is always whole."""
+        """Takes the answers by request id, and writes the file."""
         made = {digest([r.prompt_ids]): tuple(answers[r.request_id]) for r in requests}
         merged = {"answers": self._content.answers | made}
         self._content = self._content.model_copy(update=merged)
-        partial = self._file.with_suffix(".partial")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(self._content.model_dump_json() + "\n", encoding="utf-8")
-            partial.replace(self._file)
+            with whole_file(self._file) as partial:
+                partial.write_text(self._content.model_dump_json() + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--replay: {self._file} can't be written: {error}") from error
 

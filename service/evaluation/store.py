@@ -12,6 +12,7 @@ from service.config import ConfigError
 from service.evaluation.configuration import Configuration
 from service.evaluation.counting import Counts, total
 from service.evaluation.prompts import OVERALL
+from service.files import whole_file
 from service.pdm.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 
 RESULTS_FILE = "results.json"
@@ -133,12 +134,9 @@ class Store:
             self._write(self._file)
 
     def _write(self, file: Path) -> None:
-        """In one go: under its name the file is always whole."""
-        partial = file.with_suffix(".partial")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(self._results.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            partial.replace(file)
+            with whole_file(file) as partial:
+                partial.write_text(self._results.model_dump_json(indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--out: {file} can't be written: {error}") from error
 

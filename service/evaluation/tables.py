@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from service.evaluation.gold import Gold
 from service.evaluation.replay_graph import Table
 from service.pdm.drafter import Drafter
-from service.pdm.features import type_of_depth
-from service.pdm.layout import Packed, head_logits, newest_hidden
+from service.pdm.features import depth_types
+from service.pdm.layout import Packed, newest_hidden
 from service.pdm.teacher import Teacher
 from service.pipeline.blueprint import Blueprint
 
@@ -36,7 +36,7 @@ class PdmSource:
     def __init__(self, blueprint: Blueprint) -> None:
         spec = blueprint.spec
         self.anchors = spec.anchors
-        self._types = [type_of_depth(spec.anchors, spec.bounds, d) for d in range(spec.stages + 1)]
+        self._types = depth_types(spec.anchors, spec.bounds)
         self._pdm = Drafter(replace(spec, slots=1, max_len=1), blueprint.checkpoint).pdm
 
     def __call__(self, states: Tensor, first: int) -> Table:
@@ -44,9 +44,7 @@ class PdmSource:
         packed = Packed(states[None], positions, torch.zeros_like(positions), positions >= first)
         table = []
         for fill in range(1, len(self._types)):
-            logits = head_logits(
-                self._pdm, newest_hidden(self._pdm, packed, self._types, fill)
-            ).float()
+            logits = self._pdm.logits(newest_hidden(self._pdm, packed, self._types, fill))
             table.append(self._pdm.draft_ids[logits.argmax(-1)].tolist())
         return table
 
@@ -62,7 +60,7 @@ def make_tables(
     known = (0, *teacher.anchors)
     tables: list[list[Table]] = [[] for _ in sources]
     for gold in golds:
-        states = nn.functional.embedding(torch.tensor(gold.text), teacher.embedding)[:, None]
+        states = teacher.target.embed(torch.tensor(gold.text))[:, None]
         if anchors:
             states = torch.cat([states, teacher.read([gold.text])[0]], dim=1)  # [S, known, H]
         for made, source in zip(tables, sources, strict=True):

@@ -165,27 +165,38 @@ def untrained_draft_ids(config: PretrainedConfig) -> Tensor:
     return torch.arange(min(UNTRAINED_DRAFT_VOCABULARY, config.vocab_size))
 
 
+def tensors_of_target(
+    folder: Path, config: PretrainedConfig, layers: int, draft_ids: Tensor
+) -> dict[str, Tensor]:
+    """What a PDM takes over from the target, float32: its last decoder layers, its final norm, the
+    head's rows of a draft vocabulary [D]."""
+    read, cpu = WeightReader(folder), torch.device("cpu")
+    first = config.num_hidden_layers - layers
+    tensors = {
+        f"layers.{i}.{name}": read(f"model.layers.{first + i}.{name}", torch.float32, cpu)
+        for i, layer in enumerate(model_skeleton(config).model.layers[first:])
+        for name, _ in layer.named_parameters()
+    }
+    tensors["norm.weight"] = read(NORM, torch.float32, cpu)
+    tensors["head.weight"] = read(read.head_name(config), torch.float32, cpu)[draft_ids]
+    tensors["draft_ids"] = draft_ids.int()
+    return tensors
+
+
 def untrained_pdm(
     folder: Path, config: PretrainedConfig, bounds: tuple[int, ...], anchors: tuple[int, ...]
 ) -> tuple[PdmConfig, dict[str, Tensor]]:
     """A PDM made from the target alone: its last decoder layer, norm and the head's rows of a plain
     draft vocabulary; each FC passes its deepest anchor on."""
-    read = WeightReader(folder)
-    cpu, width = torch.device("cpu"), config.hidden_size
+    width = config.hidden_size
     types = reachable_types(anchors, bounds)
     tensors: dict[str, Tensor] = {}
     for k in types:
         weight = torch.zeros(width, (k + 1) * width)
         weight[:, k * width :] = torch.eye(width)
         tensors[f"aggregation.by_type.{k}.weight"] = weight
-    last = config.num_hidden_layers - 1
-    layer = model_skeleton(config).model.layers[last]
-    for name, _ in layer.named_parameters():
-        tensors[f"layers.0.{name}"] = read(f"model.layers.{last}.{name}", torch.float32, cpu)
     draft_ids = untrained_draft_ids(config)
-    tensors["norm.weight"] = read(NORM, torch.float32, cpu)
-    tensors["head.weight"] = read(read.head_name(config), torch.float32, cpu)[draft_ids]
-    tensors["draft_ids"] = draft_ids.int()
+    tensors |= tensors_of_target(folder, config, 1, draft_ids)
     made_for = PdmConfig(
         format=1,
         target_fingerprint=target_fingerprint(folder, config),

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from service.config import ConfigError
+from service.files import whole_file
 
 _SAME_BEGINNING = 16
 
@@ -47,7 +48,7 @@ def write_shard(
     documents: Sequence[Document],
     states: Sequence[Tensor] | None = None,
 ) -> None:
-    """Writes a shard in one go: under its name it is always whole."""
+    """Writes a shard."""
     tensors = {
         "tokens": torch.tensor([t for d in documents for t in d.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(d.tokens) for d in documents], dtype=torch.int32),
@@ -62,10 +63,8 @@ def write_shard(
         "target_fingerprint": info.target_fingerprint,
         "anchors": json.dumps(info.anchors),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    save_file(tensors, partial, metadata)
-    partial.replace(file)
+    with whole_file(file) as partial:
+        save_file(tensors, partial, metadata)
 
 
 def shard_tokens(file: Path) -> int:
@@ -73,6 +72,16 @@ def shard_tokens(file: Path) -> int:
     with safe_open(file, framework="pt") as shard:
         tokens: int = shard.get_slice("tokens").get_shape()[0]
     return tokens
+
+
+def shard_info(file: Path) -> CorpusInfo:
+    """What a shard was made with."""
+    with safe_open(file, framework="pt") as shard:
+        made_with = shard.metadata() or {}
+    return CorpusInfo(
+        made_with.get("target_fingerprint", "?"),
+        tuple(json.loads(made_with.get("anchors", "[]"))),
+    )
 
 
 def read_documents(file: Path) -> list[Document]:
@@ -114,17 +123,13 @@ class Corpus:
 
     def _add(self, file: Path, seen: set[tuple[int, ...]]) -> None:
         documents = read_documents(file)
-        shard: Any = safe_open(file, framework="pt")
-        made_with = shard.metadata() or {}
-        found = CorpusInfo(
-            made_with.get("target_fingerprint", "?"),
-            tuple(json.loads(made_with.get("anchors", "[]"))),
-        )
+        found = shard_info(file)
         if found != self.info:
             raise ConfigError(
                 f"{file} was made with {found}, and this training needs {self.info}; use another "
                 "corpus folder"
             )
+        shard: Any = safe_open(file, framework="pt")
         self._shards.append(shard.get_slice("states"))
         at = 0
         for document in documents:
@@ -139,6 +144,11 @@ class Corpus:
                 self.documents.append(document)
                 self._places.append((len(self._shards) - 1, at))
             at += len(document.tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        return [len(d.tokens) for d in self.documents]
 
     def states(self, index: int) -> Tensor:
         """Hidden states [S, A, H] of a document, bfloat16."""
@@ -159,7 +169,7 @@ class Corpus:
 
     def summary(self) -> str:
         """What a person wants to know of it before training."""
-        tokens = sum(len(d.tokens) for d in self.documents)
+        tokens = sum(self.lengths)
         lines = [
             f"{len(self.documents)} documents ({len(self.held_out)} held out, "
             f"{self.duplicates} duplicates left out), {tokens} tokens"

@@ -14,7 +14,7 @@ from service.pdm.checkpoint import (
     load_tensors,
     untrained_pdm,
 )
-from service.pdm.features import type_of_depth
+from service.pdm.features import depth_types
 from service.pdm.module import CachedPDM
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import EMBEDDING, WeightReader
@@ -55,7 +55,7 @@ class Drafter:
         self._left = torch.zeros(
             spec.slots, spec.max_len, config.hidden_size, dtype=dtype, device=device
         )
-        self._types = [type_of_depth(spec.anchors, spec.bounds, d) for d in range(spec.stages + 1)]
+        self._types = depth_types(spec.anchors, spec.bounds)
         self._in_flight = self._behind = self._nothing()
         self._report = DraftReport(0.0)
 

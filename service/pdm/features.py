@@ -29,9 +29,14 @@ def type_of_depth(anchors: Sequence[int], bounds: Sequence[int], depth: int) -> 
     return sum(a <= bounds[depth] for a in anchors) - 1
 
 
+def depth_types(anchors: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
+    """The type of each depth 0..n in a pipeline with these stage bounds."""
+    return tuple(type_of_depth(anchors, bounds, d) for d in range(len(bounds)))
+
+
 def reachable_types(anchors: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
     """The types that occur in a pipeline with these stage bounds, ascending."""
-    return tuple(sorted({type_of_depth(anchors, bounds, d) for d in range(len(bounds))}))
+    return tuple(sorted(set(depth_types(anchors, bounds))))
 
 
 def stage_anchors(anchors: Sequence[int], bounds: Sequence[int], stage: int) -> tuple[int, ...]:

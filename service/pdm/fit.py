@@ -14,16 +14,20 @@ from torch import Tensor
 from service.config import ConfigError
 from service.pdm.batches import pack, packed_states
 from service.pdm.checkpoint import PdmConfig, load_tensors, target_fingerprint
-from service.pdm.corpus import Corpus, CorpusInfo
+from service.pdm.corpus import Corpus, CorpusInfo, write_shard
+from service.pdm.features import depth_types
 from service.pdm.initial import initial_tensors
 from service.pdm.layout import Packed
 from service.pdm.memory import give_back_freed_memory
 from service.pdm.state import STATE_FILE, State
-from service.pdm.trainer import Score, Target, Trainer, TrainSettings
+from service.pdm.teacher import Target
+from service.pdm.trainer import Score, Trainer, TrainSettings
+from service.pipeline.blueprint import balanced_bounds
 from service.target import load_target_config
 
 log = logging.getLogger(__name__)
 
+TEXTS_FILE = "texts.safetensors"  # what `spd-train --texts` takes
 _SAMPLE_ROWS = 160  # of texts from which scales and the first FCs are computed
 _SMALLEST_SCALE = 1e-4
 _GIVE_BACK_EVERY = 50  # steps
@@ -47,10 +51,18 @@ def corpus_info(target: Path, anchors: tuple[int, ...]) -> CorpusInfo:
     return CorpusInfo(fingerprint, tuple(a for a in anchors if a > 0))
 
 
+def show(job: Job, corpus: Corpus) -> None:
+    """Tells what the corpus is, and keeps its texts beside the checkpoint."""
+    log.info("%s", corpus.summary())
+    write_shard(job.out / TEXTS_FILE, corpus.info, corpus.documents)
+
+
 def fit(job: Job, rank: int = 0, world: int = 1) -> None:
     """Trains until the settings' number of visits; the best checkpoint so far is in `job.out`, and
     the state to go on from beside it."""
     trainer = make_trainer(job, rank, world)
+    if rank == 0:
+        show(job, trainer.corpus)
     settings, progress = job.settings, Progress(trainer)
     if trainer.step_number == 0 and rank == 0:
         progress.evaluate(job.out)
@@ -117,7 +129,7 @@ def beginning(
     scales = (torch.stack(squares).sum(0) / sample.there.sum()).sqrt().clamp_min(_SMALLEST_SCALE)
     if job.start is not None:
         return PdmConfig.read(job.start), load_tensors(job.start), scales
-    widths = [target.depth_types(n, job.anchors) for n in s.widths]
+    widths = [depth_types(job.anchors, balanced_bounds(config, n)) for n in s.widths]
     draft_ids = likeliest_ids(corpus, config.vocab_size, s.draft_vocabulary)
     made_for = PdmConfig(
         format=1,
@@ -138,7 +150,7 @@ def beginning(
 
 def sample_of(corpus: Corpus, target: Target, size: int) -> Packed:
     """Some texts of the corpus, the same ones each time."""
-    lengths = [len(d.tokens) for d in corpus.documents]
+    lengths = corpus.lengths
     rows = pack(lengths, corpus.train[: 4 * _SAMPLE_ROWS], _SAMPLE_ROWS, size)[0]
     return packed_states(corpus, rows, target.embedding.cpu(), size, [0] * len(lengths))
 
@@ -179,7 +191,7 @@ class Progress:
             "visited": trainer.visited,
             "loss": sum(self._losses) / len(self._losses) if self._losses else None,
             "tokens_per_s": round((trainer.visited - self._visited) / (now - self._began)),
-            "scores": {str(n): asdict(trainer.score(n, n)) for n in trainer.settings.widths},
+            "scores": {str(n): asdict(score) for n, score in trainer.scores().items()},
         }
         best = max((mean_score(e) for e in trainer.curve), default=-1.0)
         trainer.curve.append(entry)

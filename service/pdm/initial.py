@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from service.pdm.checkpoint import tensors_of_target
 from service.pdm.layout import Packed, earlier
-from service.pipeline.layers import NORM, WeightReader, model_skeleton
 
 _RIDGE = 1e-3  # of each input's own square: its scale does not matter
 _SMALLEST = 1e-9
@@ -54,19 +54,9 @@ def initial_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of a checkpoint, float32. `sample` has texts with their states;
     `widths` are, for each pipeline width n, the types of the depths 0..n."""
-    read, cpu = WeightReader(folder), torch.device("cpu")
     first = config.num_hidden_layers - layers
-    tensors: dict[str, Tensor] = {}
-    for i in range(layers):
-        for name, _ in model_skeleton(config).model.layers[first + i].named_parameters():
-            tensors[f"layers.{i}.{name}"] = read(
-                f"model.layers.{first + i}.{name}", torch.float32, cpu
-            )
-    tensors["norm.weight"] = read(NORM, torch.float32, cpu)
-    tensors["head.weight"] = read(read.head_name(config), torch.float32, cpu)[draft_ids]
-    tensors["draft_ids"] = draft_ids.int()
-    tensors |= _fitted(sample, anchors, widths, first, previous)
-    return tensors
+    fitted = _fitted(sample, anchors, widths, first, previous)
+    return tensors_of_target(folder, config, layers, draft_ids) | fitted
 
 
 def _fitted(

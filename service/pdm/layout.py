@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from service.pdm.module import PDM
@@ -177,8 +177,3 @@ def _rest_of_layer(layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
     hidden = hidden + layer.self_attn.o_proj(attended)
     out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return out
-
-
-def head_logits(pdm: PDM, hidden: Tensor) -> Tensor:
-    """Hidden rows [N, H] -> logits [N, D] over the draft vocabulary."""
-    return nn.functional.linear(pdm.norm(hidden), pdm.head.weight)

@@ -75,6 +75,11 @@ class PDM(nn.Module):
         """How many previous rows the newest one sees directly; 0 in the paper's form."""
         return len(self.previous.by_distance)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The last layer's output [N, H] -> logits [N, D]."""
+        logits: Tensor = self.head(self.norm(hidden)).float()
+        return logits
+
 
 class CachedPDM:
     """A PDM with keys and values in slots, as the drafter runs it."""
@@ -87,5 +92,4 @@ class CachedPDM:
         """Features [R, H] -> logits [len(newest), D] of the rows with these indices. All rows write
         their keys and values."""
         hidden, _ = self._layers(features, batch)
-        logits: Tensor = self.pdm.head(self.pdm.norm(hidden[newest])).float()
-        return logits
+        return self.pdm.logits(hidden[newest])

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from service.files import whole_file
 from service.pdm.checkpoint import PdmConfig
 
 STATE_FILE = "state.safetensors"
@@ -31,7 +32,6 @@ class State:
     draft_ids: Tensor
 
     def write(self, file: Path) -> None:
-        """In one go: under its name the file is always whole."""
         groups = {"masters": self.masters, "averages": self.averages, "optimizer": self.optimizer}
         tensors = {f"{g}.{name}": t for g, named in groups.items() for name, t in named.items()}
         tensors |= {"scales": self.scales, "head": self.head, "draft_ids": self.draft_ids}
@@ -41,10 +41,8 @@ class State:
             "progress": self.progress,
             "curve": self.curve,
         }
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        save_file(tensors, partial, {"plain": json.dumps(plain)})
-        partial.replace(file)
+        with whole_file(file) as partial:
+            save_file(tensors, partial, {"plain": json.dumps(plain)})
 
     @classmethod
     def read(cls, file: Path) -> "State":

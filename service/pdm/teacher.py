@@ -14,12 +14,10 @@ from service.messages import Rows, spans
 from service.pipeline.cache import ATTENTION, Batch, SlotCache
 from service.pipeline.layers import (
     EMBEDDING,
-    NORM,
-    DecoderLayers,
     WeightReader,
-    fill,
     model_skeleton,
-    rotary_embedding,
+    read_layers,
+    read_norm,
 )
 from service.target import load_target_config
 
@@ -76,6 +74,29 @@ def one_row_each_attention(
 AttentionInterface.register(ONE_ROW_EACH, one_row_each_attention)
 
 
+class Target:
+    """The target's two ends: embedding, and final norm with head."""
+
+    def __init__(
+        self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        read = WeightReader(folder)
+        self.config = config
+        self.embedding = read(EMBEDDING, dtype, device)  # [V, H]
+        self._norm = read_norm(model_skeleton(config), read, dtype, device)
+        name = read.head_name(config)
+        self.head = self.embedding if name == EMBEDDING else read(name, dtype, device)  # [V, H]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [..] -> hidden states [.., H] at anchor 0."""
+        return nn.functional.embedding(tokens, self.embedding)
+
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The last layer's raw output [N, H] -> logits [N, V], or [N, D] of the given ids."""
+        head = self.head if ids is None else self.head[ids]
+        return nn.functional.linear(self._norm(hidden), head).float()
+
+
 class Teacher:
     """The target's layers with a slot cache. The anchors are those whose hidden states it shows,
     without 0 (which is the embedding)."""
@@ -95,36 +116,26 @@ class Teacher:
         self.config = config
         self.anchors = tuple(anchors)
         self.slots, self.max_len = slots, max_len
+        self.target = Target(folder, config, dtype, _CPU)
         skeleton = model_skeleton(config, ONE_ROW_EACH if one_row_each else ATTENTION)
-        read = WeightReader(folder)
-        layers = list(skeleton.model.layers)
-        for i, layer in enumerate(layers):
-            fill(layer, f"model.layers.{i}.", lambda name: read(name, dtype, _CPU))
         cache_class = OneRowCache if one_row_each else SlotCache
-        self.cache = cache_class(config, len(layers), 0, slots, max_len, dtype, _CPU)
-        self.layers = DecoderLayers(layers, rotary_embedding(skeleton, config, _CPU), self.cache)
-        self.norm: nn.Module = skeleton.model.norm
-        fill(self.norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, _CPU))
-        self.embedding = read(EMBEDDING, dtype, _CPU)  # [V, H]
-        head = read.head_name(config)
-        self.head = self.embedding if head == EMBEDDING else read(head, dtype, _CPU)  # [V, H]
+        cache = cache_class(config, config.num_hidden_layers, 0, slots, max_len, dtype, _CPU)
+        self._layers = read_layers(skeleton, WeightReader(folder), config, 0, cache, dtype, _CPU)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """One token in every slot, tokens and positions [B] -> logits [B, V] of what follows, and
         the hidden states at the anchors [B, A, H]."""
-        hidden = nn.functional.embedding(tokens, self.embedding)
-        hidden, taps = self.layers(hidden, OneRowEach(positions), self.anchors)
-        logits = nn.functional.linear(self.norm(hidden), self.head).float()
-        return logits, torch.stack(taps, dim=1)
+        hidden = self.target.embed(tokens)
+        hidden, taps = self._layers(hidden, OneRowEach(positions), self.anchors)
+        return self.target.logits(hidden), torch.stack(taps, dim=1)
 
     @torch.inference_mode()
     def read(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Whole texts, at most one for each slot -> for each its hidden states [S, A, H]."""
         batch = Batch([Rows(i, 0, len(text)) for i, text in enumerate(texts)], _CPU)
         tokens = torch.tensor([token for text in texts for token in text])
-        hidden = nn.functional.embedding(tokens, self.embedding)
-        _, taps = self.layers(hidden, batch, self.anchors)
+        _, taps = self._layers(self.target.embed(tokens), batch, self.anchors)
         states = torch.stack(taps, dim=1)  # [R, A, H]
         return [states[at] for _, at in spans(batch.rows)]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from service.config import DEFAULT_MODEL, ConfigError
-from service.pdm.corpus import Corpus, read_documents, shard_tokens, write_shard
+from service.pdm.corpus import Corpus, read_documents, shard_tokens
 from service.pdm.features import shared_anchors
-from service.pdm.fit import Job, corpus_info, fit
+from service.pdm.fit import Job, corpus_info, fit, show
 from service.pdm.memory import keep_freed_memory
 from service.pdm.reading import conversations, read_texts
 from service.pdm.synthesis import synthesise
@@ -27,8 +27,6 @@ DESCRIPTION = """\
 Makes a PDM checkpoint for a target. The texts to train on are written by the target itself
 (--tokens) or given (--texts, --conversations); its hidden states over them are kept in the corpus
 folder, so that it runs once. What was interrupted goes on when the same command is given again."""
-
-TEXTS_FILE = "texts.safetensors"  # beside the checkpoint: what `--texts` takes
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +72,9 @@ def run(args: argparse.Namespace) -> None:
         start=args.start,
     )
     gather(job, args)
-    corpus = Corpus(job.corpus, corpus_info(target, job.anchors))
-    log.info("%s", corpus.summary())
-    write_shard(job.out / TEXTS_FILE, corpus.info, corpus.documents)
-    if args.visits:
+    if args.visits == 0:
+        show(job, Corpus(job.corpus, corpus_info(target, job.anchors)))
+    else:
         torch.set_num_threads(args.threads)
         train(job, args.processes)
 

@@ -15,17 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PretrainedConfig
 
 from service.pdm.batches import Batch, pack, packed_states, shuffled
 from service.pdm.checkpoint import PdmConfig, build_pdm, save_pdm
 from service.pdm.corpus import Corpus
-from service.pdm.features import type_of_depth
-from service.pdm.layout import Packed, head_logits, newest_hidden
+from service.pdm.features import depth_types
+from service.pdm.layout import Packed, newest_hidden
 from service.pdm.module import PDM
 from service.pdm.state import STATE_FILE, State, scale_inputs
+from service.pdm.teacher import Target
 from service.pipeline.blueprint import balanced_bounds
-from service.pipeline.layers import EMBEDDING, NORM, WeightReader, fill, model_skeleton
 
 _AT_ONCE = 256  # positions whose scores over the whole vocabulary are in memory
 
@@ -63,29 +62,18 @@ class Score:
     sampled: float
 
 
-class Target:
-    """What training needs of the target: embedding, final norm, head."""
+def kl_divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || softmax(logits)) in nats, the mean over rows [N, D]; no gradient reaches
+    `wanted`."""
+    entropy = -(wanted * wanted.clamp_min(1e-20).log()).sum(-1).mean()
+    return F.cross_entropy(logits, wanted) - entropy
 
-    def __init__(
-        self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        read = WeightReader(folder)
-        self.config = config
-        self.embedding = read(EMBEDDING, dtype, device)
-        self._norm = model_skeleton(config).model.norm
-        fill(self._norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, device))
-        name = read.head_name(config)
-        self.head = self.embedding if name == EMBEDDING else read(name, dtype, device)
 
-    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The last layer's raw output [N, H] -> logits [N, V], or [N, D] of the given ids."""
-        head = self.head if ids is None else self.head[ids]
-        return F.linear(self._norm(hidden), head).float()
-
-    def depth_types(self, n: int, anchors: Sequence[int]) -> tuple[int, ...]:
-        """The type of each depth 0..n in a pipeline of n balanced stages."""
-        bounds = balanced_bounds(self.config, n)
-        return tuple(type_of_depth(anchors, bounds, d) for d in range(n + 1))
+def learning_rate(peak: float, visited: int, visits: int, warmup: int) -> float:
+    """Linear warm-up, then a cosine to zero at the last visit."""
+    warm = min(1.0, (visited + 1) / max(warmup, 1))
+    progress = min(1.0, visited / visits)
+    return peak * warm * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Loss(nn.Module):
@@ -98,16 +86,8 @@ class Loss(nn.Module):
 
     def forward(self, packed: Packed, types: Sequence[int], fill: int, wanted: Tensor) -> Tensor:
         """`wanted` [N, D]: the target's probabilities at the wanted positions."""
-        logits = head_logits(self.pdm, newest_hidden(self.pdm, packed, types, fill)).float()
-        entropy = -(wanted * wanted.clamp_min(1e-20).log()).sum(-1).mean()
-        return F.cross_entropy(logits, wanted) - entropy
-
-
-def learning_rate(settings: TrainSettings, visited: int) -> float:
-    """Linear warm-up, then a cosine to zero at the last visit."""
-    warm = min(1.0, (visited + 1) / max(settings.warmup, 1))
-    progress = min(1.0, visited / settings.visits)
-    return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
+        logits = self.pdm.logits(newest_hidden(self.pdm, packed, types, fill))
+        return kl_divergence(logits, wanted)
 
 
 class Trainer:
@@ -150,6 +130,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
         )
+        self._types = {
+            n: depth_types(made_for.anchors, balanced_bounds(target.config, n))
+            for n in settings.widths
+        }
         self.step_number = self.visited = self.epoch = self.index = 0
         self.curve: list[dict[str, Any]] = []
         prefix = 0 if settings.answers_only else corpus.common_prefix()
@@ -162,7 +146,7 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """This worker's batches, from where training stands on, without end."""
         s = self.settings
-        lengths = [len(d.tokens) for d in self.corpus.documents]
+        lengths = self.corpus.lengths
         while True:
             order = shuffled(self.corpus.train, s.seed, self.epoch)
             planned = pack(lengths, order, s.rows, s.row_tokens)
@@ -179,7 +163,7 @@ class Trainer:
         n = draw.choice(s.widths)
         fill = draw.randint(1, n)
         packed = self._packed(batch, s.row_tokens, self._first_wanted)
-        types = self.target.depth_types(n, self.made_for.anchors)
+        types = self._types[n]
         self.pdm.zero_grad(set_to_none=True)
         loss: Tensor = self._loss(self._scaled(packed), types, fill, self._wanted(packed))
         torch.autograd.backward(loss)
@@ -189,15 +173,17 @@ class Trainer:
         return float(loss.detach())
 
     def _update(self) -> None:
+        s = self.settings
+        rate = learning_rate(s.learning_rate, self.visited, s.visits, s.warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, self.visited)
+            group["lr"] = rate
         for master, parameter in zip(self.masters, self._parameters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         torch._foreach_copy_(self._weights, self.masters)
         early = (1 + self.step_number) / (10 + self.step_number)
-        torch._foreach_lerp_(self.averages, self.masters, 1 - min(self.settings.average, early))
+        torch._foreach_lerp_(self.averages, self.masters, 1 - min(s.average, early))
 
     def _packed(self, batch: Batch, size: int, first_wanted: Sequence[int]) -> Packed:
         packed = packed_states(self.corpus, batch, self._embedding, size, first_wanted)
@@ -216,32 +202,47 @@ class Trainer:
     # --- how good it is -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(self, n: int, fill: int) -> Score:
-        """The averaged weights on the held-out answers, in a pipeline of n stages."""
-        documents = self.corpus.documents
-        lengths = [len(d.tokens) for d in documents]
+    def scores(self) -> dict[int, Score]:
+        """The averaged weights on the held-out answers, in full pipelines of each width."""
+        documents, lengths = self.corpus.documents, self.corpus.lengths
         answers = [d.answer_start - 1 for d in documents]
-        types = self.target.depth_types(n, self.made_for.anchors)
-        torch._foreach_copy_(self._weights, self.averages)
-        hits: list[Tensor] = []
-        overlaps: list[Tensor] = []
+        cold = torch.tensor([d.temperature == 0 for d in documents])
         at_0: list[Tensor] = []
+        worth: dict[int, list[Tensor]] = {n: [] for n in self.settings.widths}
+        torch._foreach_copy_(self._weights, self.averages)
         for batch in pack(lengths, self.corpus.held_out, self.settings.rows, max(lengths)):
             packed = self._packed(batch, max(lengths), answers)
-            drafted = newest_hidden(self.pdm, self._scaled(packed), types, fill)
-            last = packed.states[:, :, -1][packed.wanted]
-            for hidden, final in zip(
-                torch.split(drafted, _AT_ONCE), torch.split(last, _AT_ONCE), strict=True
-            ):
-                logits, target = head_logits(self.pdm, hidden).float(), self.target.logits(final)
-                hits.append(self.pdm.draft_ids[logits.argmax(-1)] == target.argmax(-1))
-                p = torch.softmax(target, -1)[:, self.pdm.draft_ids]
-                overlaps.append(torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
-            cold = torch.tensor([d.temperature == 0 for d in documents])
-            at_0.append(cold[packed.texts[packed.wanted]])
+            at_0.append(cold[packed.texts[packed.wanted].cpu()])
+            for n, part in self._worth(packed).items():
+                worth[n].append(part)
         torch._foreach_copy_(self._weights, self.masters)
-        hit, cold = torch.cat(hits).float(), torch.cat(at_0)
-        return Score(float(hit.mean()), float(hit[cold].mean()), float(torch.cat(overlaps).mean()))
+        asked_at_0 = torch.cat(at_0)
+        scores = {}
+        for n, parts in worth.items():
+            hit, overlap = torch.cat(parts).cpu().unbind(-1)
+            scores[n] = Score(
+                float(hit.mean()), float(hit[asked_at_0].mean()), float(overlap.mean())
+            )
+        return scores
+
+    def _worth(self, packed: Packed) -> dict[int, Tensor]:
+        """For each width, of the drafts at the wanted positions [wanted, 2]: whether it is the
+        target's likeliest token, and the overlap of both distributions."""
+        scaled = self._scaled(packed)
+        drafted = {
+            n: newest_hidden(self.pdm, scaled, t, len(t) - 1) for n, t in self._types.items()
+        }
+        parts: dict[int, list[Tensor]] = {n: [] for n in drafted}
+        last = packed.states[:, :, -1][packed.wanted]
+        for at in torch.split(torch.arange(len(last), device=last.device), _AT_ONCE):
+            target = self.target.logits(last[at])
+            likeliest, p = target.argmax(-1), torch.softmax(target, -1)[:, self.pdm.draft_ids]
+            for n, hidden in drafted.items():
+                logits = self.pdm.logits(hidden[at])
+                hit = self.pdm.draft_ids[logits.argmax(-1)] == likeliest
+                overlap = torch.minimum(p, torch.softmax(logits, -1)).sum(-1)
+                parts[n].append(torch.stack([hit.float(), overlap], dim=-1))
+        return {n: torch.cat(part) for n, part in parts.items()}
 
     # --- files ----------------------------------------------------------------------------------
 

@@ -67,6 +67,10 @@ class SlotCache:
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
 
+    @property
+    def layers(self) -> int:
+        return len(self._keys)
+
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:

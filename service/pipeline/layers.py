@@ -74,6 +74,15 @@ def rotary_embedding(skeleton: Any, config: PretrainedConfig, device: torch.devi
     return rotary
 
 
+def read_norm(
+    skeleton: Any, read: WeightReader, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """The target's final norm with its weights."""
+    norm: nn.Module = skeleton.model.norm
+    fill(norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, device))
+    return norm
+
+
 class DecoderLayers(nn.Module):
     """A run of the target's decoder layers with their rotary embedding and slot cache."""
 
@@ -103,3 +112,19 @@ class DecoderLayers(nn.Module):
             if number in taps:
                 tapped.append(hidden[0])
         return hidden[0], tapped
+
+
+def read_layers(
+    skeleton: Any,
+    read: WeightReader,
+    config: PretrainedConfig,
+    start: int,
+    cache: SlotCache,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderLayers:
+    """The target's layers from number `start` on, as many as the cache has, with their weights."""
+    layers = list(skeleton.model.layers[start : start + cache.layers])
+    for number, layer in enumerate(layers, start):
+        fill(layer, f"model.layers.{number}.", lambda name: read(name, dtype, device))
+    return DecoderLayers(layers, rotary_embedding(skeleton, config, device), cache)

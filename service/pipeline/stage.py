@@ -12,12 +12,10 @@ from service.pdm.features import stage_anchors
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import (
     EMBEDDING,
-    NORM,
-    DecoderLayers,
     WeightReader,
-    fill,
     model_skeleton,
-    rotary_embedding,
+    read_layers,
+    read_norm,
 )
 from service.pipeline.spec import ActorSpec
 from service.sampling import DraftDistribution, uses_q, verify
@@ -51,17 +49,12 @@ class Stage:
         config = load_target_config(folder)
         skeleton = model_skeleton(config)
         read = WeightReader(folder)
-        layers = list(skeleton.model.layers[start:end])
-        for number, layer in enumerate(layers, start):
-            fill(layer, f"model.layers.{number}.", lambda name: read(name, dtype, device))
         cache = SlotCache(config, end - start, start, spec.slots, spec.max_len, dtype, device)
-        rotary = rotary_embedding(skeleton, config, device)
-        self.layers = DecoderLayers(layers, rotary, cache)
+        self.layers = read_layers(skeleton, read, config, start, cache, dtype, device)
         if self.is_first:
             self.embedding = read(EMBEDDING, dtype, device)  # [V, H]
         if self.is_last:
-            self.norm: nn.Module = skeleton.model.norm
-            fill(self.norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, device))
+            self.norm = read_norm(skeleton, read, dtype, device)
             head = read.head_name(config)
             shared = self.is_first and head == EMBEDDING
             self.head = self.embedding if shared else read(head, dtype, device)  # [V, H]
