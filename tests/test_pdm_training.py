@@ -192,6 +192,42 @@ def test_going_on_from_a_checkpoint(job: Job, tmp_path: Path) -> None:
     assert torch.equal(load_tensors(again.out)["draft_ids"], load_tensors(job.out)["draft_ids"])
 
 
+def test_a_pdm_that_goes_on_with_more_layers_drafts_the_same_at_first(
+    job: Job, tmp_path: Path
+) -> None:
+    fit(job)
+    deeper = replace(job, out=tmp_path / "deeper", start=job.out)
+    deeper = replace(deeper, settings=replace(SETTINGS, layers=3))
+    assert (
+        make_trainer(deeper).scores() == make_trainer(replace(deeper, settings=SETTINGS)).scores()
+    )
+    fit(deeper)
+    assert PdmConfig.read(deeper.out).layers == 3
+    assert {"layers.1.mlp.down_proj.weight", "layers.2.self_attn.o_proj.weight"} <= set(
+        load_tensors(deeper.out)
+    )
+    assert curve(deeper)[-1]["loss"] < curve(job)[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"widths": (2,)}, r"widths \(2, 3\), not \(2,\)"),
+        ({"previous": 0}, "previous 3, not 0"),
+        ({"layers": 1}, "layers 2, more than 1"),
+    ],
+)
+def test_a_pdm_of_another_form_is_nothing_to_go_on_from(
+    job: Job, tmp_path: Path, other: dict[str, Any], problem: str
+) -> None:
+    two = replace(job, settings=replace(SETTINGS, layers=2, visits=1))
+    fit(two)
+    wrong = replace(job, out=tmp_path / "wrong", start=job.out)
+    wrong = replace(wrong, settings=replace(two.settings, **other))
+    with pytest.raises(ConfigError, match=problem):
+        fit(wrong)
+
+
 def test_the_learning_rate() -> None:
     rates = [learning_rate(1.0, v, visits=1000, warmup=100) for v in (0, 49, 99, 500, 1000, 2000)]
     assert rates == pytest.approx([0.01, 0.497, 0.976, 0.5, 0.0, 0.0], abs=2e-3)

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from service.config import ConfigError
 from service.pdm.batches import pack, packed_states
 from service.pdm.checkpoint import PdmConfig, load_tensors, target_fingerprint
 from service.pdm.corpus import Corpus, CorpusInfo, write_shard
 from service.pdm.features import depth_types
-from service.pdm.initial import initial_tensors
+from service.pdm.initial import deeper, initial_tensors
 from service.pdm.layout import Packed
 from service.pdm.memory import give_back_freed_memory
 from service.pdm.state import STATE_FILE, State
@@ -128,7 +129,7 @@ def beginning(
     squares = [part.states[part.there].float().pow(2).sum(0) for part in sample.parts(1)]
     scales = (torch.stack(squares).sum(0) / sample.there.sum()).sqrt().clamp_min(_SMALLEST_SCALE)
     if job.start is not None:
-        return PdmConfig.read(job.start), load_tensors(job.start), scales
+        return *started(job, config), scales
     widths = [depth_types(job.anchors, balanced_bounds(config, n)) for n in s.widths]
     draft_ids = likeliest_ids(corpus, config.vocab_size, s.draft_vocabulary)
     made_for = PdmConfig(
@@ -146,6 +147,26 @@ def beginning(
         job.target, config, sample, job.anchors, widths, draft_ids, s.layers, s.previous
     )
     return made_for, tensors, scales
+
+
+def started(job: Job, config: PretrainedConfig) -> tuple[PdmConfig, dict[str, Tensor]]:
+    """The PDM to go on from, made deeper if the settings want more layers. Raises ConfigError if it
+    has another form than they say."""
+    assert job.start is not None
+    s, made_for = job.settings, PdmConfig.read(job.start)
+    same = {"widths": s.widths, "previous": s.previous, "anchors": job.anchors}
+    other = [
+        f"{k} {getattr(made_for, k)}, not {v}" for k, v in same.items() if getattr(made_for, k) != v
+    ]
+    if made_for.layers > s.layers:
+        other.append(f"layers {made_for.layers}, more than {s.layers}")
+    if other:
+        raise ConfigError(f"--start: the PDM in {job.start} has {'; '.join(other)}")
+    tensors = load_tensors(job.start)
+    more = s.layers - made_for.layers
+    if more:
+        tensors = deeper(job.target, config, tensors, made_for.layers, more)
+    return made_for.model_copy(update={"layers": s.layers}), tensors
 
 
 def sample_of(corpus: Corpus, target: Target, size: int) -> Packed:

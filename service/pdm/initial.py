@@ -18,6 +18,7 @@ from service.pdm.layout import Packed, earlier
 _RIDGE = 1e-3  # of each input's own square: its scale does not matter
 _SMALLEST = 1e-9
 _ROWS_AT_ONCE = 8
+_OUTPUTS = ("self_attn.o_proj.", "mlp.down_proj.")  # what a layer adds comes out of these
 
 
 class Moments:
@@ -57,6 +58,21 @@ def initial_tensors(
     first = config.num_hidden_layers - layers
     fitted = _fitted(sample, anchors, widths, first, previous)
     return tensors_of_target(folder, config, layers, draft_ids) | fitted
+
+
+def deeper(
+    folder: Path, config: PretrainedConfig, tensors: dict[str, Tensor], layers: int, more: int
+) -> dict[str, Tensor]:
+    """The tensors of a PDM of `layers` layers with `more` of the target's last ones behind them. As
+    yet these add nothing to what passes through them, so the drafts are the same."""
+    added = tensors_of_target(folder, config, more, tensors["draft_ids"])
+    grown = dict(tensors)
+    for i in range(more):
+        old, new = f"layers.{i}.", f"layers.{layers + i}."
+        for name in [name for name in added if name.startswith(old)]:
+            silent = name.startswith(tuple(old + output for output in _OUTPUTS))
+            grown[new + name.removeprefix(old)] = added[name] * (0.0 if silent else 1.0)
+    return grown
 
 
 def _fitted(

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
             draft_vocabulary=args.draft_vocabulary,
             visits=args.visits,
             learning_rate=args.learning_rate,
+            answers_only=args.answers_only,
+            train_head=args.train_head,
             dtype=args.dtype,
             seed=args.seed,
         ),
@@ -126,6 +128,10 @@ def make_parser() -> argparse.ArgumentParser:
         "(%(default)s)")  # fmt: skip
     add("--learning-rate", type=float, default=defaults.learning_rate, help="(%(default)s)")
     add("--start", type=Path, metavar="CHECKPOINT", help="a PDM to go on from; unset: the target")
+    add("--train-head", action="store_true", help="train the head as well; unset: it stays the "
+        "target's")  # fmt: skip
+    add("--answers-only", action="store_true", help="learn from answers alone, not from what users "
+        "say")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float32"), default=defaults.dtype, help="(%(default)s)")
     add("--threads", type=_positive, default=1, help="torch threads (%(default)s)")
     add("--processes", type=_positive, default=1, help="by Ray Train, a GPU each where there are "
