@@ -16,7 +16,8 @@ ProposalKind = Literal["pdm", "point"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from the target's distribution.
+    """How a token is drawn from the target's distribution. In this order: bias, penalties,
+    temperature, top-k, top-p, min-p (that of transformers' processors).
 
     `key` (64 bits) is where all of a request's randomness comes from. `seeded` says how it is used:
     by Gumbel-max, so that the key alone fixes the text, or by rejection sampling, which accepts
@@ -26,8 +27,41 @@ class Sampling:
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    min_p: float = 0.0  # as a share of the likeliest token's probability
+    presence_penalty: float = 0.0  # subtracted from the score of each generated token
+    frequency_penalty: float = 0.0  # the same, for each time that it was generated
+    repetition_penalty: float = 1.0  # divides (negative: multiplies) scores of all tokens so far
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its score)
     seeded: bool = False
     key: int = 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether earlier tokens change the distribution."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to look like, in llguidance's terms."""
+
+    kind: Literal["json_schema", "lark", "regex"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """What ends an answer before its limit, beside the target's own end tokens."""
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    include_in_text: bool = False  # the stop string or token that was found
+    min_tokens: int = 0  # before these are generated, nothing ends it and no end token is drawn
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +72,17 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = Sampling()
-    stop: tuple[str, ...] = ()
+    stop: Stopping = Stopping()
+    grammar: Grammar | None = None
+    logprobs: int | None = None  # with each token its log-probability and so many alternatives
+    prompt_logprobs: bool = False  # those of the prompt too, ahead of the first token
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
     """What a finished request cost. Cycles count from its first generated token's entry into stage
-    0; that first token is not among `decoded`. `drafted` counts verified proposals."""
+    0; that first token is not among `decoded`. `drafted` counts verified proposals; `cached` prompt
+    tokens did not go through the pipeline, as their keys and values were there."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -52,6 +90,23 @@ class RequestStats:
     cycles: int
     drafted: int
     accepted: int
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of a token, and of the likeliest ones (best first), the natural logarithm of its probability
+    in the target's own distribution, before bias, penalties, grammar and temperature."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The log-probabilities of the prompt's tokens from its second one on."""
+
+    logprobs: tuple[Logprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +118,7 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +128,7 @@ class Failure:
     message: str
 
 
-Event = Delta | Failure
+Event = PromptScored | Delta | Failure
 
 # --- engine -> stages and drafter: the plan of one cycle --------------------------------------
 
@@ -112,14 +168,46 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a slot. Last stage and drafter keep this until the next one takes it."""
+
+    slot: int
+    prompt_length: int  # tokens at and behind this position are generated
+    sampling: Sampling
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    end_ids: tuple[int, ...] = ()  # tokens that end the answer ..
+    min_end: int = 0  # .. and stand at no position before this one
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The first `length` positions of a slot are copied to another one, before this cycle's rows
+    are written: keys, values, and what is kept beside them."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verify:
     """Asks the last stage for the target's token at `position` of `slot` (its predecessor is the
     newest of the slot's rows there), and for its verdict on the proposal, if there was one."""
 
     slot: int
     position: int
-    sampling: Sampling
     proposal: Proposal | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Asks the last stage for the log-probabilities of prompt tokens: the row at `start + i` of
+    `slot` is followed by `next_ids[i]`."""
+
+    slot: int
+    start: int
+    next_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +216,6 @@ class DraftOrder:
 
     slot: int
     position: int
-    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +228,9 @@ class CyclePlan:
     tokens: tuple[tuple[int, ...], ...]
     verify: tuple[Verify, ...]
     drafts: tuple[DraftOrder, ...]
+    admitted: tuple[Admission, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    scores: tuple[Score, ...] = ()
 
 
 # --- stages and drafter -> engine: the result of one cycle ------------------------------------
@@ -154,6 +244,15 @@ class Verdict:
     position: int
     token: int
     accepted: bool | None
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The log-probabilities that a `Score` asked for."""
+
+    slot: int
+    logprobs: tuple[Logprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +270,7 @@ class StageReport:
 
     seconds: float
     verdicts: tuple[Verdict, ...] = ()
+    scored: tuple[Scored, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,10 @@ class Metrics:
         self._make_pipeline_metrics()
         threading.Thread(target=self._keep_gauges, name="spd-gauges", daemon=True).start()
 
-    def cycle(self, result: CycleResult, running: int, waiting: int) -> None:
+    def load(self, running: int, waiting: int) -> None:
         self._load = (running, waiting)
+
+    def cycle(self, result: CycleResult) -> None:
         self._cycles.inc()
         self._cycle_seconds.observe(result.seconds)
         for report, tags in zip(result.stages, self._stage_tags, strict=True):

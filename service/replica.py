@@ -14,7 +14,7 @@ from service.config import Settings
 from service.engine.engine import Engine
 from service.engine.lookup import lookup_proposer
 from service.engine.scheduler import Scheduler
-from service.messages import Event, Failure, GenerateRequest
+from service.messages import Delta, Event, Failure, GenerateRequest
 from service.metrics import Metrics
 from service.pipeline.blueprint import Blueprint, make_blueprint
 from service.pipeline.graph import Graph
@@ -72,7 +72,9 @@ class Pipeline:
             while True:
                 event = await events.get()
                 yield event
-                if isinstance(event, Failure) or event.finish_reason is not None:
+                if isinstance(event, Failure):
+                    return
+                if isinstance(event, Delta) and event.finish_reason is not None:
                     return
         finally:
             self._engine.abort(request.request_id)

@@ -1,5 +1,8 @@
 """From logits to tokens: shaping, noise, drafting, verification. Free functions on tensors.
 
+*Scores* are logits after bias, penalties and bans (`service.pipeline.texts`). What temperature and
+cuts make of them is the distribution that tokens are drawn from.
+
 All randomness is a counter-based hash of (key, stream, position, token id). So a token depends on
 its request alone: not on its neighbours in a batch, on speculation, or on a restart.
 """
@@ -11,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from service.messages import Proposal, Sampling
+from service.messages import Logprobs, Proposal, Sampling
 
 # Below this temperature logits / temperature may overflow, and the best token always wins.
 GREEDY_BELOW = 1e-5
@@ -93,10 +96,24 @@ def gumbel(key: int, stream: Stream, position: int, ids: Tensor) -> Tensor:
 # --- shaping ------------------------------------------------------------------------------------
 
 
-def shape(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Temperature, then top-k, then top-p. Logits [V] -> log-probabilities [V] float32, -inf where
-    a token is cut off."""
-    scores = logits.float() / sampling.temperature
+def penalise(scores: Tensor, sampling: Sampling, seen: Tensor, generated: Tensor) -> Tensor:
+    """Penalties for tokens that stand in the text already. Scores [N]; `seen` [N] counts each in
+    the whole text, `generated` [N] in the answer. -> [N]
+
+    Repetition as in CTRL (Keskar et al. 2019), presence and frequency as in OpenAI's API.
+    """
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
+        scores = torch.where(seen > 0, lowered, scores)
+    scores = scores - sampling.frequency_penalty * generated
+    return scores - sampling.presence_penalty * (generated > 0)
+
+
+def shape(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Temperature, then top-k, top-p and min-p. Scores [V] -> log-probabilities [V] float32, -inf
+    where a token is cut off."""
+    scores = scores.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         kth = torch.topk(scores, sampling.top_k).values[-1]
         scores = scores.masked_fill(scores < kth, -math.inf)
@@ -104,7 +121,20 @@ def shape(logits: Tensor, sampling: Sampling) -> Tensor:
         probs, order = torch.sort(torch.softmax(scores, -1), descending=True, stable=True)
         before = probs.cumsum(-1) - probs  # [V] mass of all better tokens; the best is kept
         scores = scores.index_fill(0, order[before >= sampling.top_p], -math.inf)
+    if sampling.min_p > 0:
+        lowest = scores.max() + math.log(sampling.min_p)
+        scores = scores.masked_fill(scores < lowest, -math.inf)
     return torch.log_softmax(scores, -1)
+
+
+def logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
+    """Of a token, and of the `count` likeliest, ln p in the distribution of the raw logits [V]."""
+    log_p = torch.log_softmax(logits.float(), -1)
+    top = torch.topk(log_p, min(count, log_p.shape[-1]))
+    return Logprobs(
+        float(log_p[token]),
+        tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+    )
 
 
 def _draw(log_probs: Tensor, ids: Tensor, key: int, stream: Stream, position: int) -> int:
@@ -120,13 +150,13 @@ def _draw(log_probs: Tensor, ids: Tensor, key: int, stream: Stream, position: in
 
 
 def draft(
-    logits: Tensor, ids: Tensor, sampling: Sampling, position: int
+    scores: Tensor, ids: Tensor, sampling: Sampling, position: int
 ) -> tuple[Proposal, Tensor | None]:
-    """The PDM's token for `position`, from its logits [D] over the draft vocabulary ids [D] int64,
+    """The PDM's token for `position`, from its scores [D] over the draft vocabulary ids [D] int64,
     and q [D] where verification needs it."""
     if is_greedy(sampling):
-        return Proposal(int(ids[torch.argmax(logits)]), "point"), None
-    log_q = shape(logits, sampling)
+        return Proposal(int(ids[torch.argmax(scores)]), "point"), None
+    log_q = shape(scores, sampling)
     if sampling.seeded:
         best = _draw(log_q, ids, sampling.key, Stream.GUMBEL, position)
         return Proposal(int(ids[best]), "point"), None
@@ -141,22 +171,22 @@ def draft(
 
 
 def verify(
-    logits: Tensor,
+    scores: Tensor,
     sampling: Sampling,
     position: int,
     proposal: Proposal | None,
     q: DraftDistribution | None = None,
 ) -> tuple[int, bool | None]:
-    """The target's token at `position` from its logits [V], and whether the proposal is accepted
+    """The target's token at `position` from its scores [V], and whether the proposal is accepted
     (None without one). Accepted means: the token is the proposed one.
 
     Greedy and seeded: the token does not depend on the proposal at all. Unseeded: rejection
     sampling (Leviathan et al. 2023), whose token has the target's distribution.
     """
     if is_greedy(sampling):
-        token = int(torch.argmax(logits))
+        token = int(torch.argmax(scores))
         return token, None if proposal is None else token == proposal.token
-    log_p = shape(logits, sampling)
+    log_p = shape(scores, sampling)
     ids = torch.arange(log_p.shape[-1], device=log_p.device)
     if sampling.seeded:
         token = _draw(log_p, ids, sampling.key, Stream.GUMBEL, position)

@@ -18,11 +18,19 @@ from ray.dag.dag_node_operation import (
 )
 
 from service.config import PipelineSettings
-from service.messages import CyclePlan, Rows, Sampling
+from service.messages import CyclePlan, GenerateRequest, Rows, Sampling
 from service.pipeline.graph import GraphError
 from service.pipeline.local_graph import LocalGraph
 from service.pipeline.ray_graph import RayGraph, wire
-from tests.toys import blueprint, generate, prompts_of, requests_of, texts_of, toy_target
+from tests.toys import (
+    VOCABULARY,
+    blueprint,
+    generate,
+    prompts_of,
+    requests_of,
+    texts_of,
+    toy_target,
+)
 
 STAGES = 3
 
@@ -61,6 +69,40 @@ def test_the_same_text_as_the_local_graph(cluster, toy) -> None:  # noqa: ARG001
             texts.append([text for m in made for text in texts_of(m)])
         graph.close()
     assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_what_a_request_can_ask_for_travels(cluster, toy) -> None:  # noqa: ARG001
+    """Penalties, a bias for every token, log-probabilities with many alternatives, those of a
+    prompt, and prefixes that are there already: as in the local graph, and tear-down is quick, as
+    it is not where a message has outgrown its buffer."""
+    bias = tuple((i, i % 7 / 10) for i in range(VOCABULARY))
+    sampling = Sampling(1.0, presence_penalty=0.5, logit_bias=bias, seeded=True, key=3)
+    one, other = prompts_of([17, 9])
+    requests = [
+        GenerateRequest("a", tuple(one), 12, sampling, logprobs=20, prompt_logprobs=True),
+        GenerateRequest("b", (*one, 5), 12, sampling, logprobs=20),
+        GenerateRequest("c", tuple(other), 12, Sampling(1.0, key=4, min_p=0.1)),
+        GenerateRequest("d", (*one, 6), 12, Sampling(repetition_penalty=1.2)),
+    ]
+    both = []
+    for graph in (LocalGraph(toy), make(toy)):
+        made = generate(graph, requests, stages=STAGES, uses_pdm=True, together=False, slots=2)
+        began = time.monotonic()
+        graph.close()
+        assert time.monotonic() - began < 5
+        both.append(made)
+    local, remote = both
+    assert local.tokens == remote.tokens
+    assert local.stats == remote.stats
+    assert [s.cached for s in local.stats.values()] == [
+        0,
+        16,
+        0,
+        17,
+    ]  # b does not wait for the 17th
+    assert local.prompt_logprobs == remote.prompt_logprobs
+    assert len(local.prompt_logprobs["a"]) == 16
+    assert local.logprobs == remote.logprobs
 
 
 EMPTY = CyclePlan(1, ((),) * STAGES, (), (), ())

@@ -1,6 +1,7 @@
 """Lossless on the real default model in float32: speculation does not change a token, and neither
 does the pipeline."""
 
+import json
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +12,9 @@ import ray
 import torch
 
 from service.config import parse_settings
-from service.messages import GenerateRequest, Sampling
+from service.default_model import prepare_default_model
+from service.engine.lookup import lookup_proposer
+from service.messages import GenerateRequest, Grammar, Sampling
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.local_graph import LocalGraph
 from service.pipeline.ray_graph import RayGraph
@@ -69,7 +72,7 @@ class Pipelined:
         made = self.texts([request], proposer=proposer, uses_pdm=uses_pdm)
         return made.tokens["0"], made.stats["0"]
 
-    def texts(self, requests, *, proposer=None, uses_pdm=False):
+    def texts(self, requests, *, proposer=None, uses_pdm=False, **more):
         return generate(
             self.graph,
             requests,
@@ -79,6 +82,7 @@ class Pipelined:
             chunk=64,
             proposer=proposer,
             uses_pdm=uses_pdm,
+            **more,
         )
 
 
@@ -222,6 +226,101 @@ def test_a_seed_means_the_same_text(model, prompts, pipeline, i) -> None:
     together = pipeline.texts(requests, uses_pdm=True).tokens
     for k, (prompt, sampling) in enumerate(zip(chosen, SETTINGS, strict=True)):
         assert_same(model, prompt, alone[k], together[str(k)], sampling)
+
+
+@cases(1, every_day={(2, "ray"): 1})
+def test_penalties_and_bias_are_those_of_transformers(model, prompts, pipeline, i) -> None:
+    """`generate` with its processors, greedy, token for token; speculation on and off."""
+    space, the = 216, 260
+    sampling = Sampling(repetition_penalty=1.2, logit_bias=((space, -100.0), (the, 1.5)))
+    for prompt in prompts[i : i + 3]:
+        ids = torch.tensor([prompt])
+        wanted = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=32,
+            do_sample=False,
+            repetition_penalty=1.2,
+            sequence_bias=[[[space], -100.0], [[the], 1.5]],
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        off, _ = pipeline.text(prompt, tokens=32, sampling=sampling)
+        on, stats = pipeline.text(prompt, tokens=32, sampling=sampling, uses_pdm=True)
+        assert on == off == wanted
+        assert stats.drafted > 0
+
+
+@cases(1, every_day={(2, "ray"): 1})
+def test_log_probabilities_are_those_of_transformers(model, prompts, pipeline, i) -> None:
+    """Of a prompt and its answer, drawn with a temperature that they do not know of."""
+    prompt = prompts[i]
+    request = GenerateRequest(
+        "0",
+        tuple(prompt),
+        24,
+        Sampling(temperature=0.7, seeded=True, key=8),
+        logprobs=5,
+        prompt_logprobs=True,
+    )
+    for uses_pdm in (False, True):
+        made = pipeline.texts([request], uses_pdm=uses_pdm)
+        text = [*prompt, *made.tokens["0"]]
+        with torch.inference_mode():
+            exact = torch.log_softmax(model(torch.tensor([text])).logits[0], -1)
+        told = [*made.prompt_logprobs["0"], *made.logprobs["0"]]
+        assert len(told) == len(text) - 1
+        for position, one in enumerate(told, start=1):
+            row = exact[position - 1]
+            assert one.chosen == pytest.approx(float(row[text[position]]), abs=2e-3)
+            assert [p for _, p in one.top] == pytest.approx(
+                torch.topk(row, 5).values.tolist(), abs=2e-3
+            )
+            assert [float(row[t]) for t, _ in one.top] == pytest.approx(
+                [p for _, p in one.top], abs=2e-3
+            )
+
+
+@cases(1, every_day={(2, "ray"): 1})
+def test_a_conversation_goes_on_where_it_ended(model, prompts, pipeline, i) -> None:
+    """Its second turn is what it would be in an empty pipeline; so is a branch of the first."""
+    prompt = prompts[i + 1]
+    first, _ = pipeline.text(prompt, tokens=24)
+    turns = [prompt, [*prompt, *first, *prompts[i + 2][-9:]], [*prompt, *first[:9], 260, 216]]
+    alone = [pipeline.text(turn, tokens=24, uses_pdm=True)[0] for turn in turns]
+    requests = [GenerateRequest(str(k), tuple(turn), 24) for k, turn in enumerate(turns)]
+    made = pipeline.texts(requests, uses_pdm=True, together=False)
+    for k, turn in enumerate(turns):
+        assert_same(model, turn, alone[k], made.tokens[str(k)])
+    assert made.stats["1"].cached + made.stats["2"].cached > len(prompt)
+
+
+@cases(1, every_day={(2, "ray"): 1})
+def test_a_grammar_under_speculation(model, prompts, pipeline, i) -> None:  # noqa: ARG001
+    """Constrained text is valid, the same with every drafter, and drafted well."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    tokenizer = Tokenizer.load(prepare_default_model())
+    prompt = tokenizer.render_chat([{"role": "user", "content": "Paris as JSON: city, people."}])
+    texts = []
+    for uses_pdm, proposer in ((False, None), (True, None), (True, lookup_proposer(2))):
+        request = GenerateRequest(
+            "0", tuple(prompt), 60, grammar=Grammar("json_schema", json.dumps(schema))
+        )
+        made = pipeline.texts(
+            [request], uses_pdm=uses_pdm, proposer=proposer, eos_ids={tokenizer.eos_token_id}
+        )
+        texts.append(made.tokens["0"])
+        stats = made.stats["0"]
+    answer = json.loads(tokenizer.decode(texts[0]))
+    assert set(answer) == {"city", "people"}
+    assert isinstance(answer["people"], int)
+    assert texts[0] == texts[1] == texts[2]
+    assert stats.accepted / stats.decoded > 0.5
 
 
 @cases(1, every_day={(2, "ray"): 1})

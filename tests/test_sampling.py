@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from service.engine.lookup import Proposer
 from service.messages import Proposal, Sampling
@@ -31,6 +40,8 @@ from service.sampling import (
     draft,
     gumbel,
     is_greedy,
+    logprobs,
+    penalise,
     shape,
     uniform,
     uses_q,
@@ -269,14 +280,17 @@ def by_definition(logits: Sequence[float], sampling: Sampling) -> list[float]:
             chosen.add(i)
             mass += weights[i]
         kept = chosen
+    kept = {i for i in kept if weights[i] >= sampling.min_p * max(weights.values())}
     total = sum(weights[i] for i in kept)
     return [weights[i] / total if i in kept else 0.0 for i in range(len(exact))]
 
 
 def close_to_the_edge(logits: Sequence[float], sampling: Sampling) -> bool:
-    """Whether rounding decides which tokens top-p keeps."""
+    """Whether rounding decides which tokens top-p or min-p keeps."""
     without = Sampling(temperature=sampling.temperature, top_k=sampling.top_k)
     probs = sorted(by_definition(logits, without), reverse=True)
+    if any(abs(p / probs[0] - sampling.min_p) < 1e-4 for p in probs):
+        return True
     return any(abs(sum(probs[:k]) - sampling.top_p) < 1e-4 for k in range(1, len(probs)))
 
 
@@ -285,7 +299,26 @@ SAMPLINGS = st.builds(
     temperature=st.sampled_from([0.1, 0.5, 1.0, 1.3, 2.0]),
     top_k=st.sampled_from([0, 1, 2, 3, 5, 100]),
     top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.2, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 1.0]),
 )
+
+
+def penalised(
+    logits: Sequence[float], prompt: Sequence[int], text: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """Bias and penalties by their definition, in plain Python."""
+    bias = dict(sampling.logit_bias)
+    scores = []
+    for i, logit in enumerate(logits):
+        score = logit + bias.get(i, 0.0)
+        if i in (*prompt, *text):
+            penalty = sampling.repetition_penalty
+            score = score * penalty if score < 0 else score / penalty
+        score -= sampling.frequency_penalty * text.count(i)
+        scores.append(score - sampling.presence_penalty * (i in text))
+    return scores
+
+
 # Small multiples of 1/4, so that ties are frequent and exact.
 LOGITS = st.lists(st.integers(-20, 20).map(lambda x: x / 4), min_size=1, max_size=12)
 
@@ -337,6 +370,71 @@ def test_top_p_counts_what_top_k_has_left() -> None:
     assert probs_of(logits, top_k=2, top_p=0.55) == pytest.approx([1, 0, 0, 0])
     assert probs_of(logits, top_p=0.55) == pytest.approx([4 / 7, 3 / 7, 0, 0])
     assert probs_of(logits, top_k=2, top_p=0.6) == pytest.approx([4 / 7, 3 / 7, 0, 0])
+
+
+def test_min_p_is_a_share_of_the_best() -> None:
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert probs_of(logits, min_p=0.29) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
+    assert probs_of(logits, min_p=1.0) == [1, 0, 0, 0]
+
+
+# What a penalty does on its own, over the tokens 0..3 of which 1 is in the prompt, 2 was generated
+# twice.
+SCORES = [1.0, 1.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [
+        ({"presence_penalty": 0.5}, [1, 1, 0.5, -1]),
+        ({"frequency_penalty": 0.5}, [1, 1, 0, -1]),
+        ({"frequency_penalty": -0.5}, [1, 1, 2, -1]),
+        ({"repetition_penalty": 2.0}, [1, 0.5, 0.5, -1]),
+        ({"repetition_penalty": 2.0, "presence_penalty": 1.0}, [1, 0.5, -0.5, -1]),
+    ],
+)
+def test_penalties(penalty: dict[str, float], expected: list[float]) -> None:
+    seen, generated = torch.tensor([0, 1, 2, 0]), torch.tensor([0, 0, 2, 0])
+    scores = penalise(torch.tensor(SCORES), Sampling(**penalty), seen, generated)
+    assert scores.tolist() == expected
+    lower = penalise(
+        torch.tensor([-1.0]), Sampling(repetition_penalty=2.0), torch.ones(1), torch.zeros(1)
+    )
+    assert lower.tolist() == [-2]
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), SAMPLINGS, st.sampled_from([0.5, 1.0, 1.3]))
+def test_scores_are_those_of_transformers(seed: int, sampling: Sampling, repetition: float) -> None:
+    """Processor by processor, on random logits and a random text."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(40, generator=generator) * 3
+    text = torch.randint(0, 40, (12,), generator=generator)
+    sampling = replace(sampling, repetition_penalty=repetition)
+    processors = LogitsProcessorList()  # as transformers' `generate` chooses them
+    if repetition != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(repetition))
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    expected = torch.log_softmax(processors(text[None], logits[None])[0], -1)
+    seen = torch.bincount(text, minlength=40)
+    scores = penalise(logits, sampling, seen, torch.zeros(40))
+    torch.testing.assert_close(shape(scores, sampling), expected, atol=1e-4, rtol=0)
+
+
+def test_log_probabilities() -> None:
+    logits = torch.tensor([math.log(p) for p in (0.1, 0.6, 0.3)])
+    told = logprobs(logits, 0, 2)
+    assert told.chosen == pytest.approx(math.log(0.1))
+    assert [i for i, _ in told.top] == [1, 2]
+    assert [p for _, p in told.top] == pytest.approx([math.log(0.6), math.log(0.3)])
+    assert logprobs(logits, 2, 0).top == ()
+    assert len(logprobs(logits, 2, 9).top) == 3
 
 
 def test_shaping_leaves_the_logits_alone() -> None:
@@ -598,6 +696,14 @@ PROMPT = [3, 0]
 ENGINE_SHAPINGS = {
     "plain": {"temperature": 1.0},
     "shaped": {"temperature": 1.5, "top_p": 0.85, "top_k": 5},
+    "penalised": {
+        "temperature": 1.3,
+        "min_p": 0.1,
+        "presence_penalty": 0.4,
+        "frequency_penalty": -0.3,
+        "repetition_penalty": 1.4,
+        "logit_bias": ((3, -0.8), (5, 1.1)),
+    },
 }
 
 
@@ -625,7 +731,8 @@ def exact_distribution(folder: Path, sampling: Sampling) -> dict[tuple[int, ...]
         for text, mass in known.items():
             with torch.no_grad():
                 logits: Tensor = model(torch.tensor([[*PROMPT, *text]])).logits[0, -1]
-            for token, p in enumerate(by_definition(logits.tolist(), sampling)):
+            scores = penalised(logits.tolist(), PROMPT, text, sampling)
+            for token, p in enumerate(by_definition(scores, sampling)):
                 if p:
                     longer[*text, token] = mass * p
         known = longer
@@ -646,6 +753,8 @@ def echo(tokens: Sequence[int]) -> int | None:
         ("pdm", "plain"),
         ("pdm", "shaped"),
         ("point and pdm", "shaped"),
+        ("off", "penalised"),
+        ("point and pdm", "penalised"),
     ],
 )
 def test_the_engines_distribution(small: Path, tmp_path: Path, drafter: str, how: str) -> None:

@@ -1,17 +1,20 @@
 """The scheduler against a pipeline of tokens: every accept/reject pattern, every way to end."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.scheduler import Scheduler
-from service.messages import Delta, GenerateRequest
+from service.messages import Delta, GenerateRequest, Grammar, PromptScored, Stopping
 from tests.token_pipeline import TokenPipeline, continuation
 
 MAX_LEN = 64
+PLAIN = Stopping()
 RIGHT, WRONG, NOTHING = "right", "wrong", "nothing"
 
 
@@ -40,27 +43,36 @@ class Run:
         self.texts: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
         self.deltas: dict[str, list[Delta]] = {}
+        self.scores: dict[str, list[PromptScored]] = defaultdict(list)
         self.scheduler = Scheduler(
             stages=n,
             slots=slots,
             max_len=MAX_LEN,
             chunk=chunk,
             eos_ids=frozenset(eos),
-            new_text=lambda request: PlainText(request.stop),
+            new_text=lambda request: PlainText(request.stop.strings),
             proposer=proposer,
             uses_pdm=True,
         )
         self.pipeline = TokenPipeline(n, slots, MAX_LEN, self._draft)
         self.slots = slots
 
-    def add(self, name: str, prompt: Seq[int], max_tokens: int, script: Seq[str], stop=()) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: Seq[int],
+        max_tokens: int,
+        script: Seq[str] = (),
+        stop: Stopping = PLAIN,
+        **more: Any,
+    ) -> None:
         """`script`: what the PDM drafts for the second, third, ... generated token."""
         first = len(prompt) + 1
         self.prompts[name] = len(prompt)
         self.scripts[name] = {first + i: how for i, how in enumerate(script)}
         self.texts[name] = [*prompt, *continuation(prompt, max_tokens)]
         self.deltas[name] = []
-        request = GenerateRequest(name, tuple(prompt), max_tokens, stop=tuple(stop))
+        request = GenerateRequest(name, tuple(prompt), max_tokens, stop=stop, **more)
         self.scheduler.add(request, lambda _: None)
 
     def _draft(self, slot: int, position: int) -> int | None:
@@ -74,7 +86,8 @@ class Run:
         if plan is None:
             return False
         for sequence, delta in self.scheduler.apply(self.pipeline.run(plan)):
-            self.deltas[sequence.request.request_id].append(delta)
+            name = sequence.request.request_id
+            (self.deltas if isinstance(delta, Delta) else self.scores)[name].append(delta)
         self.check()
         return True
 
@@ -82,7 +95,9 @@ class Run:
         """What must hold after every cycle."""
         running = self.scheduler._running.values()
         held = [s.slot for s in running]
-        assert sorted(held + self.scheduler._free) == list(range(self.slots)), "a slot was lost"
+        assert sorted(held + self.scheduler._slots.free) == list(range(self.slots)), (
+            "a slot was lost"
+        )
         for name, deltas in self.deltas.items():
             tokens = [d.token_id for d in deltas]
             start = self.prompts[name]
@@ -165,7 +180,7 @@ def test_an_end_at_every_point(n: int, how: str) -> None:
             continue
         run = Run(n, eos=[last] if how == "eos" else [])
         length = end if how == "length" else 8
-        stop = [str(last)] if how == "stop" else []
+        stop = Stopping(strings=(str(last),) if how == "stop" else ())
         run.add("a", prompt, length, script, stop)
         run.add("b", [5], 8, script)  # its neighbour is not disturbed
         run.finish()
@@ -190,7 +205,7 @@ def test_an_abort_at_every_cycle(n: int) -> None:
                 run.cycle()
             known = run.scheduler.abort("a")
             assert known == (not run.deltas["a"] or run.deltas["a"][-1].finish_reason is None)
-            assert run.scheduler._free == [0]
+            assert run.scheduler._slots.free == [0]
             before = len(run.deltas["a"])
             run.add("b", [3, 2], 6, script)
             run.finish()
@@ -260,6 +275,136 @@ def test_chunks_share_a_budget() -> None:
     assert entered[:3] == [[(0, 4)], [(4, 2), (0, 2)], [(2, 1)]]
 
 
+# --- ends that a request asks for ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stop_token(n: int) -> None:
+    """Its text is shown where that is asked for."""
+    prompt, truth = [7, 8, 9], continuation([7, 8, 9], 8)
+    for shown in (False, True):
+        run = Run(n)
+        run.add("a", prompt, 8, stop=Stopping(token_ids=(truth[3],), include_in_text=shown))
+        run.finish()
+        assert [d.token_id for d in run.deltas["a"]] == truth[:4]
+        assert run.deltas["a"][-1].finish_reason == "stop"
+        last = f"{truth[3]} ." if shown else "."
+        assert run.deltas["a"][-1].text == last
+
+
+def test_end_tokens_that_are_ignored() -> None:
+    truth = continuation([7], 6)
+    run = Run(2, eos=[truth[2]])
+    run.add("a", [7], 6, stop=Stopping(ignore_eos=True))
+    run.add("b", [7], 6)
+    run.finish()
+    assert [d.token_id for d in run.deltas["a"]] == truth
+    assert [d.token_id for d in run.deltas["b"]] == truth[:3]
+
+
+def test_what_the_stages_are_told_of_a_request() -> None:
+    run = Run(2, eos=[3])
+    run.add("a", [7, 8], 6, stop=Stopping(token_ids=(9, 5), min_tokens=4), logprobs=2)
+    plan = run.scheduler.plan()
+    assert plan is not None
+    (told,) = plan.admitted
+    assert (told.slot, told.prompt_length, told.end_ids, told.min_end) == (0, 2, (3, 5, 9), 6)
+    assert told.logprobs == 2
+
+
+# --- the scores of a prompt ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_every_token_of_a_prompt_but_the_first_is_scored(n: int, chunk: int) -> None:
+    """Also where the same prompt is there already."""
+    prompt = list(range(50, 57))
+    run = Run(n, chunk=chunk)
+    run.add("before", prompt, 3)
+    run.finish()
+    run.add("a", prompt, 3, prompt_logprobs=True)
+    run.finish()
+    ((scored,),) = (run.scores["a"],)
+    assert [int(s.chosen) for s in scored.logprobs] == [1, 2, 3, 4, 5, 6]
+    assert [s.top[0][0] for s in scored.logprobs] == prompt[1:]
+    assert run.scores["before"] == []
+
+
+# --- prefixes that are there already -------------------------------------------------------------
+
+
+def cached(run: Run, name: str) -> int:
+    stats = run.deltas[name][-1].stats
+    assert stats is not None
+    return stats.cached
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_conversation_goes_on_where_it_ended(n: int) -> None:
+    run = Run(n, slots=2)
+    first = [1, 2, 3, *continuation([1, 2, 3], 5)]
+    run.add("a", [1, 2, 3], 5)
+    run.finish()
+    run.add("b", [*first, 30, 31], 5)
+    run.finish()
+    assert cached(run, "b") == len(first) - 1  # the last token of an answer never enters
+    assert run.scheduler._slots.free[0] == 1, "the same slot went on"
+
+
+def test_a_branch_of_a_conversation_leaves_the_other_one_there() -> None:
+    run = Run(3, slots=2)
+    prompt = [1, 2, 3, 4, 5, 6]
+    first = [*prompt, *continuation(prompt, 20)]
+    run.add("a", prompt, 20)
+    run.finish()
+    run.add("b", [*prompt, 99], 4)
+    run.finish()
+    assert cached(run, "b") == 6
+    run.add("c", [*first, 40], 4)
+    run.finish()
+    assert cached(run, "c") == len(first) - 1
+
+
+def test_the_whole_prompt_again_but_for_its_last_token() -> None:
+    run = Run(2, slots=1)
+    for name in "ab":
+        run.add(name, [1, 2, 3, 4], 5)
+        run.finish()
+    assert cached(run, "b") == 3
+
+
+def test_a_prefix_of_a_running_request_is_copied() -> None:
+    run = Run(2, chunk=2)
+    prompt = [1, 2, 3, 4, 5, 6]
+    run.add("a", prompt, 20)
+    for _ in range(8):
+        run.cycle()
+    run.add("b", [*prompt, 9], 5)
+    run.finish()
+    assert cached(run, "b") == 6
+
+
+def test_answers_to_the_same_prompt_wait_for_it_to_be_read_once() -> None:
+    run = Run(2, slots=3, chunk=2)
+    prompt = [*range(10, 30)]
+    for name in "abc":
+        run.add(name, prompt, 3)
+    run.finish()
+    assert [cached(run, name) for name in "abc"] == [0, 18, 18]  # one more is not worth a wait
+    assert run.pipeline.rows_run < 2 * (20 + 3 * 5)
+
+
+def test_a_request_with_a_grammar_is_admitted_alone() -> None:
+    """It may be long, and the size of a message is bounded."""
+    run = Run(2)
+    for name in "ab":
+        run.add(name, [ord(name)], 3, grammar=Grammar("regex", "a*"))
+    plan = run.scheduler.plan()
+    assert plan is not None
+    assert len(plan.admitted) == 1
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_load(data: st.DataObject) -> None:
@@ -276,7 +421,10 @@ def test_any_load(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["add", "cycle", "cycle", "cycle", "abort"]))
         if action == "add" and (name := next(names, None)):
-            prompt = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=20))
+            known = data.draw(st.sampled_from([[], *run.texts.values()]))
+            begun = known[: data.draw(st.integers(0, min(len(known), 30)))]
+            rest = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=20))
+            prompt = [*begun, *rest]
             script = data.draw(st.lists(st.sampled_from([RIGHT, WRONG, NOTHING]), max_size=6))
             run.add(name, prompt, data.draw(st.integers(1, 8)), script or [RIGHT])
         elif action == "cycle":

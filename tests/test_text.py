@@ -12,6 +12,7 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from service.config import ConfigError
+from service.messages import Stopping
 from service.text.stream import TextStream
 from service.text.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer
 
@@ -35,7 +36,7 @@ def broken_ids(tokenizer: Tokenizer) -> list[int]:
 
 def stream(decode: Decode, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
     """All that a stream lets out."""
-    text = TextStream(decode, stop)
+    text = TextStream(decode, Stopping(tuple(stop)))
     return "".join(text.push(i)[0] for i in ids) + text.finish()
 
 
@@ -147,7 +148,7 @@ def test_characters_go_out_whole(tokenizer: Tokenizer) -> None:
 
 def test_stop_across_tokens_does_not_leak(tokenizer: Tokenizer) -> None:
     ids = [i for part in ("Hi", " <", "/", "end", "> more") for i in tokenizer.encode(part)]
-    text = TextStream(tokenizer.decode, ["</end>"])
+    text = TextStream(tokenizer.decode, Stopping(("</end>",)))
     pushes = [text.push(i) for i in ids]
     found = pushes.index(next(p for p in pushes if p[1]))
     assert pushes[:found] == [("Hi", False), (" ", False), *[("", False)] * (found - 2)]
@@ -155,8 +156,26 @@ def test_stop_across_tokens_does_not_leak(tokenizer: Tokenizer) -> None:
     assert text.finish() == ""
 
 
+def test_a_stop_can_be_part_of_the_text(tokenizer: Tokenizer) -> None:
+    text = TextStream(tokenizer.decode, Stopping(("</end>",), include_in_text=True))
+    pushes = [text.push(i) for i in tokenizer.encode("Hi </end>!")]
+    assert "".join(out for out, _ in pushes) == "Hi </end>"
+    assert pushes[-1] == ("", True)
+
+
+def test_the_first_tokens_stop_nothing(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two one two one two")
+    assert len(ids) == 6
+    for least in range(7):
+        text = TextStream(tokenizer.decode, Stopping((" two",), min_tokens=least))
+        out = "".join(text.push(i)[0] for i in ids) + text.finish()
+        assert out == {0: "one", 1: "one", 2: "one two one", 3: "one two one"}.get(
+            least, "one two one two one" if least < 6 else "one two one two one two"
+        )
+
+
 def test_what_might_have_been_a_stop_goes_out(tokenizer: Tokenizer) -> None:
-    text = TextStream(tokenizer.decode, ["</end>"])
+    text = TextStream(tokenizer.decode, Stopping(("</end>",)))
     assert [text.push(tokenizer.encode(p)[0]) for p in (" <", "/", "x")] == [
         (" ", False), ("", False), ("</x", False),
     ]  # fmt: skip

@@ -4,18 +4,20 @@ All in float32. A text is compared token for token; `Case.texts` asserts that th
 lie further apart than rounding could bridge.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from service.config import Settings
 from service.engine.lookup import Proposer, lookup_proposer
-from service.messages import CyclePlan, CycleResult, Sampling
+from service.messages import CyclePlan, CycleResult, GenerateRequest, Sampling
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.graph import GraphError
 from service.pipeline.layers import model_skeleton
@@ -215,6 +217,45 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(llama: Case, drafter: str) -> Non
     bench.graph.close()
 
 
+# --- prefixes that are there already -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("together", "slots", "chunk"), [(False, 1, 64), (False, 2, 3), (True, 4, 64), (True, 2, 3)]
+)
+@pytest.mark.parametrize("drafter", ["off", "pdm", "paper's pdm"])
+def test_what_is_reused_changes_nothing(
+    llama: Case, tmp_path: Path, drafter: str, together: bool, slots: int, chunk: int
+) -> None:
+    """A conversation that goes on, branches of it, the same prompt again: texts and drafts are
+    those of requests that begin in an empty pipeline."""
+    pdm = drafter == "pdm"
+    if pdm:
+        pdm = toy_pdm(tmp_path, llama.folder, bounds=(0, 2, 4, 6), layers=2, previous=3)
+    bench = Bench(llama.folder, (2, 2, 2), pdm=pdm or drafter != "off")
+    first = [*PROMPTS[3], *llama.texts[3]]
+    prompts = [
+        PROMPTS[3],
+        [*first, 5, 6, 7],
+        [*PROMPTS[3], 8],
+        PROMPTS[3],
+        [*first[:11], 30, 31],
+        [*first[:25], 9],
+        PROMPTS[1],
+        first,
+    ]
+    how = {"uses_pdm": drafter != "off", "slots": slots, "chunk": chunk}
+    alone = [bench.run([prompt], 12, **how) for prompt in prompts]
+    reused = bench.run(prompts, 12, together=together, **how)
+    assert texts_of(reused) == [text for run in alone for text in texts_of(run)]
+    before = [run.stats["0"] for run in alone]
+    after = [reused.stats[str(i)] for i in range(len(prompts))]
+    assert [replace(s, cached=0) for s in after] == before
+    assert all(s.cached == 0 for s in before)
+    assert sum(s.cached for s in after) > 40
+    bench.graph.close()
+
+
 def test_text_up_to_the_end_of_the_slot(llama: Case) -> None:
     """The last position of a slot is generated but never entered."""
     longest = greedy_text(llama.model, PROMPTS[3], 64 - 19)
@@ -270,6 +311,83 @@ def test_a_seed_means_the_same_text(llama: Case, shape: dict[str, Any]) -> None:
         assert texts_of(made)[place] == truth[place]
     plain.graph.close()
     piped.graph.close()
+
+
+PENALTIES = {
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.3,
+    "logit_bias": ((3, 2.0), (40, -100.0)),
+}
+
+
+def test_penalties_under_speculation(llama: Case) -> None:
+    """Greedy and seeded: what is proposed changes nothing, also where penalties count tokens that
+    are rejected later."""
+    piped, plain = Bench(llama.folder, (1, 2, 3)), Bench(llama.folder, (6,), pdm=False)
+    sampling = [
+        Sampling(**PENALTIES),
+        Sampling(**PENALTIES, temperature=1.2, min_p=0.02, seeded=True, key=4),
+        Sampling(**PENALTIES, temperature=0.8, top_p=0.9, seeded=True, key=5),
+        Sampling(),
+    ]
+    truth = texts_of(plain.run(PROMPTS, sampling=sampling))
+    assert truth[3] == llama.texts[3]
+    assert truth[0] != llama.texts[0]
+    known = joined(PROMPTS, truth)
+    for proposer in (None, perfect_proposer(known), random_proposer(3, known), lookup_proposer(1)):
+        made = piped.run(PROMPTS, sampling=sampling, uses_pdm=True, proposer=proposer)
+        assert texts_of(made) == truth
+    piped.graph.close()
+    plain.graph.close()
+
+
+def test_greedy_penalties_are_those_of_transformers(llama: Case) -> None:
+    """Repetition penalty and bias; presence and frequency, which it lacks, from their formula."""
+    bench = Bench(llama.folder, (3, 3))
+    made = bench.run(PROMPTS, 20, sampling=Sampling(**PENALTIES), uses_pdm=True)
+    for prompt, text in zip(PROMPTS, texts_of(made), strict=True):
+        generated = list(prompt)
+        for token in text:
+            with torch.no_grad():
+                scores = llama.model(torch.tensor([generated])).logits[:, -1]
+            scores = SequenceBiasLogitsProcessor({(3,): 2.0, (40,): -100.0})(None, scores)
+            ids = torch.tensor([generated])
+            scores = RepetitionPenaltyLogitsProcessor(1.3)(ids, scores)[0]
+            for i, count in Counter(generated[len(prompt) :]).items():
+                scores[i] -= 0.3 * count + 0.6
+            assert int(scores.argmax()) == token
+            generated.append(token)
+    bench.graph.close()
+
+
+def test_log_probabilities_of_prompt_and_text(llama: Case) -> None:
+    """Those of transformers, whatever the penalties; the same with speculation on and off."""
+    request = GenerateRequest(
+        "0",
+        tuple(PROMPTS[3]),
+        8,
+        Sampling(**PENALTIES),
+        logprobs=3,
+        prompt_logprobs=True,
+    )
+    for cut, uses_pdm in (((6,), False), ((1, 2, 3), True)):
+        bench = Bench(llama.folder, cut)
+        made = generate(
+            bench.graph, [request], stages=len(cut), chunk=7, uses_pdm=uses_pdm, slots=2
+        )
+        text = [*PROMPTS[3], *texts_of(made)[0]]
+        with torch.no_grad():
+            exact = torch.log_softmax(llama.model(torch.tensor([text])).logits[0], -1)
+        told = [*made.prompt_logprobs["0"], *made.logprobs["0"]]
+        assert len(told) == len(text) - 1
+        for position, one in enumerate(told, start=1):
+            row = exact[position - 1]
+            assert one.chosen == pytest.approx(float(row[text[position]]), abs=1e-4)
+            best = torch.topk(row, 3)
+            assert [i for i, _ in one.top] == best.indices.tolist()
+            assert [p for _, p in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        bench.graph.close()
 
 
 def test_seeds_differ(llama: Case) -> None:

@@ -5,7 +5,7 @@ are. The target's next token is a function of the whole text that the last stage
 or misplaced row shows in the text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from service.messages import (
@@ -13,8 +13,10 @@ from service.messages import (
     CycleResult,
     Draft,
     DraftReport,
+    Logprobs,
     Proposal,
     Rows,
+    Scored,
     StageReport,
     Verdict,
 )
@@ -48,11 +50,15 @@ class TokenPipeline:
         self.stages, self.max_len, self.drafting = stages, max_len, drafting
         self.memory = [[[-1] * max_len for _ in range(slots)] for _ in range(stages)]
         self.previous: tuple[dict[Rows, tuple[int, ...]], ...] = tuple({} for _ in range(stages))
-        self.cycles = 0
+        self.cycles = self.rows_run = 0
+        self.prompt_lengths: dict[int, int] = {}
 
     def run(self, plan: CyclePlan) -> CycleResult:
         self.cycles += 1
         assert plan.cycle == self.cycles
+        self._copy(plan)
+        for admission in plan.admitted:
+            self.prompt_lengths[admission.slot] = admission.prompt_length
         present = self._move(plan)
         self._write(present)
         verdicts = tuple(self._verdict(plan, order) for order in plan.verify)
@@ -64,10 +70,17 @@ class TokenPipeline:
             if token is not None:
                 drafts.append(Draft(order.slot, order.position, Proposal(token, "pdm")))
         self.previous = present
-        reports = tuple(
-            StageReport(0.0, verdicts if k == self.stages - 1 else ()) for k in range(self.stages)
-        )
+        last = StageReport(0.0, verdicts, tuple(self._scored(plan)))
+        reports = (*[StageReport(0.0)] * (self.stages - 1), last)
         return CycleResult(reports, DraftReport(0.0, tuple(drafts)), 0.0)
+
+    def _copy(self, plan: CyclePlan) -> None:
+        for copy in plan.copies:
+            assert copy.length > 0
+            for memory in self.memory:
+                copied = memory[copy.source][: copy.length]
+                assert -1 not in copied
+                memory[copy.target][: copy.length] = copied
 
     def _move(self, plan: CyclePlan) -> tuple[dict[Rows, tuple[int, ...]], ...]:
         """The rows of every stage with their tokens; they come from the stage before."""
@@ -93,12 +106,25 @@ class TokenPipeline:
         for memory, rows in zip(self.memory, present, strict=True):
             for r, tokens in rows.items():
                 assert r.count == len(tokens)
+                self.rows_run += r.count
                 assert r.start + r.count <= self.max_len
                 memory[r.slot][r.start : r.start + r.count] = tokens
+
+    def _scored(self, plan: CyclePlan) -> Iterator[Scored]:
+        """As the log-probability of a token the number of its position."""
+        for order in plan.scores:
+            rows = [r for r in plan.stages[-1] if (r.slot, r.start) == (order.slot, order.start)]
+            assert len(order.next_ids) in (rows[0].count, rows[0].count - 1)
+            first = order.start + 1
+            yield Scored(
+                order.slot,
+                tuple(Logprobs(first + i, ((t, 0.0),)) for i, t in enumerate(order.next_ids)),
+            )
 
     def _verdict(self, plan: CyclePlan, order) -> Verdict:
         ends = [r.start + r.count for r in plan.stages[-1] if r.slot == order.slot]
         assert ends == [order.position], "verified without its row in the last stage"
+        assert order.position >= self.prompt_lengths[order.slot]
         token = target_token(self.memory[-1][order.slot][: order.position])
         if order.proposal is None:
             return Verdict(order.slot, order.position, token, None)

@@ -7,7 +7,8 @@ that texts can be compared token for token.
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from service.messages import (
     CycleResult,
     DraftReport,
     GenerateRequest,
+    Logprobs,
+    PromptScored,
     RequestStats,
     Sampling,
 )
@@ -318,6 +321,8 @@ class Generated:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     stats: dict[str, RequestStats] = field(default_factory=dict)
+    logprobs: dict[str, list[Logprobs]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: dict[str, tuple[Logprobs, ...]] = field(default_factory=dict)
     reports: list[DraftReport] = field(default_factory=list)
 
 
@@ -348,6 +353,7 @@ def generate(
     uses_pdm: bool = False,
     watch: Watch | None = None,
     together: bool = True,
+    eos_ids: Collection[int] = (),
 ) -> Generated:
     """Drives a scheduler and a graph until all requests are done. Not `together`: a request comes
     in each third cycle."""
@@ -356,7 +362,7 @@ def generate(
         slots=slots,
         max_len=max_len,
         chunk=chunk,
-        eos_ids=frozenset(),
+        eos_ids=frozenset(eos_ids),
         new_text=lambda _: NoText(),
         proposer=proposer,
         uses_pdm=uses_pdm,
@@ -380,7 +386,11 @@ def generate(
             made.reports.append(result.drafter)
         for sequence, delta in scheduler.apply(result):
             name = sequence.request.request_id
+            if isinstance(delta, PromptScored):
+                made.prompt_logprobs[name] = delta.logprobs
+                continue
             made.tokens[name].append(delta.token_id)
+            made.logprobs[name] += [] if delta.logprobs is None else [delta.logprobs]
             if delta.stats is not None:
                 made.stats[name] = delta.stats
     raise AssertionError("the pipeline does not come to an end")

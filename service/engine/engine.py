@@ -9,7 +9,14 @@ from queue import Empty, SimpleQueue
 from service.engine.recorder import Recorder
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence, Sink
-from service.messages import CyclePlan, CycleResult, Delta, Failure, GenerateRequest
+from service.messages import (
+    CyclePlan,
+    CycleResult,
+    Delta,
+    Failure,
+    GenerateRequest,
+    PromptScored,
+)
 from service.pipeline.graph import Graph, GraphError
 
 log = logging.getLogger(__name__)
@@ -92,12 +99,13 @@ class Engine:
     def _cycle(self, graph: Graph) -> None:
         """One cycle of the machine: plan, run, hand out tokens."""
         plan = self._scheduler.plan()
+        self._recorder.load(self._scheduler.running, self._scheduler.waiting)
         if plan is None:
             self._commands.get()()  # nothing to do until somebody says something
             return
         result = graph.run(plan)
-        for sequence, delta in self._scheduler.apply(result):
-            self._deliver(sequence, delta)
+        for sequence, event in self._scheduler.apply(result):
+            self._deliver(sequence, event)
         self._record(plan, result)
 
     def _hear_commands(self) -> bool:
@@ -131,8 +139,10 @@ class Engine:
         self._running = False
         self._drop_all(SHUTTING_DOWN)
 
-    def _deliver(self, sequence: Sequence, delta: Delta) -> None:
-        sequence.sink(delta)
+    def _deliver(self, sequence: Sequence, event: PromptScored | Delta) -> None:
+        sequence.sink(event)
+        if isinstance(event, PromptScored):
+            return
         request_id, now = sequence.request.request_id, time.perf_counter()
         clock = self._clocks[request_id]
         if clock.last_token is None:
@@ -140,12 +150,12 @@ class Engine:
         else:
             self._recorder.token(now - clock.last_token)
         clock.last_token = now
-        if delta.finish_reason is not None:
+        if event.finish_reason is not None:
             del self._clocks[request_id]
-            self._recorder.request_finished(delta.finish_reason, now - clock.arrived)
+            self._recorder.request_finished(event.finish_reason, now - clock.arrived)
 
     def _record(self, plan: CyclePlan, result: CycleResult) -> None:
-        self._recorder.cycle(result, self._scheduler.running, self._scheduler.waiting)
+        self._recorder.cycle(result)
         error = result.drafter.error if result.drafter else None
         if error != self.draft_error and (error or plan.drafts):  # success is a draft that came
             log.warning("speculation: %s", error or "works again")

@@ -10,9 +10,11 @@ Outcome = FinishReason | Literal["abort", "error"]
 class Recorder(Protocol):
     """Called from the engine's thread only: each call should cost microseconds and never fail."""
 
-    def cycle(self, result: CycleResult, running: int, waiting: int) -> None:
-        """A cycle is over, and left so many requests in slots and in the queue. Its verdicts count
-        as drafts, accepted drafts and flushes."""
+    def load(self, running: int, waiting: int) -> None:
+        """So many requests are in slots and in the queue, before a cycle or before a rest."""
+
+    def cycle(self, result: CycleResult) -> None:
+        """A cycle is over. Its verdicts count as drafts, accepted drafts and flushes."""
 
     def request_started(self, prompt_tokens: int) -> None:
         """A request has come, and is queued."""
@@ -30,7 +32,9 @@ class Recorder(Protocol):
 class NullRecorder:
     """Measures nothing."""
 
-    def cycle(self, result: CycleResult, running: int, waiting: int) -> None: ...
+    def load(self, running: int, waiting: int) -> None: ...
+
+    def cycle(self, result: CycleResult) -> None: ...
 
     def request_started(self, prompt_tokens: int) -> None: ...
 

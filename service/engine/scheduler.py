@@ -9,15 +9,20 @@ from collections.abc import Callable
 
 from service.engine.lookup import Proposer
 from service.engine.sequence import Sequence, Sink, Text
+from service.engine.slots import Place, Slots, reusable
 from service.messages import (
+    Admission,
+    Copy,
     CyclePlan,
     CycleResult,
     Delta,
     DraftOrder,
     FinishReason,
     GenerateRequest,
+    PromptScored,
     Proposal,
     Rows,
+    Score,
     Verdict,
     Verify,
 )
@@ -44,7 +49,7 @@ class Scheduler:
         self._eos_ids, self._new_text = eos_ids, new_text
         self._proposer = proposer if stages > 1 else None
         self._uses_pdm = uses_pdm and stages > 1
-        self._free = list(range(slots - 1, -1, -1))
+        self._slots = Slots(slots)
         self._waiting: deque[tuple[GenerateRequest, Sink]] = deque()
         self._running: dict[str, Sequence] = {}  # by request id, oldest first
         self._cycle = 0
@@ -97,7 +102,7 @@ class Scheduler:
 
     def plan(self) -> CyclePlan | None:
         """The next cycle, or None when there is nothing to do."""
-        self._admit()
+        admitted = self._admit()
         if not self._running:
             return None
         self._cycle += 1
@@ -116,21 +121,56 @@ class Scheduler:
             tokens=tuple(self._tokens(s) for s in sequences if s.rows[0] is not None),
             verify=tuple(v for s in sequences if (v := self._verification(s)) is not None),
             drafts=tuple(d for s in sequences if (d := self._draft_order(s)) is not None),
+            admitted=tuple(admission for admission, _ in admitted),
+            copies=tuple(copy for _, copy in admitted if copy is not None),
+            scores=tuple(o for s in sequences if (o := self._score_order(s)) is not None),
         )
 
-    def _admit(self) -> None:
-        while self._free and self._waiting:
-            request, sink = self._waiting.popleft()
-            limit = min(len(request.prompt_ids) + request.max_tokens, self._max_len)
-            self._running[request.request_id] = Sequence(
-                request=request,
-                sink=sink,
-                text=self._new_text(request),
-                slot=self._free.pop(),
-                limit=limit,
-                rows=[None] * self._stages,
-                tokens=list(request.prompt_ids),
-            )
+    def _admit(self) -> list[tuple[Admission, Copy | None]]:
+        """Gives slots to those who wait, oldest first."""
+        admitted = []
+        while self._slots.free and self._waiting:
+            request, sink = self._waiting[0]
+            running = {s.slot: s.tokens[: s.left] for s in self._running.values()}
+            place = self._slots.place(request, running)
+            if self._soon_there(request, place.reused):
+                break
+            self._waiting.popleft()
+            self._slots.take(place)
+            sequence = self._sequence(request, sink, place)
+            self._running[request.request_id] = sequence
+            copy = None
+            if place.source != place.slot:
+                copy = Copy(place.source, place.slot, place.reused)
+            admitted.append((_admission(sequence), copy))
+            if request.grammar is not None or request.sampling.logit_bias:
+                break  # these may be long, and the size of a message is bounded
+        return admitted
+
+    def _soon_there(self, request: GenerateRequest, reused: int) -> bool:
+        """Whether waiting is better than reading the prompt: a running request is about to bring a
+        much longer beginning of it, as that of the same prompt's other answers is."""
+        return any(
+            s.left < s.prompt_length
+            and reusable(request, s.request.prompt_ids) > reused + self._chunk
+            for s in self._running.values()
+        )
+
+    def _sequence(self, request: GenerateRequest, sink: Sink, place: Place) -> Sequence:
+        stop = request.stop
+        return Sequence(
+            request=request,
+            sink=sink,
+            text=self._new_text(request),
+            slot=place.slot,
+            limit=min(len(request.prompt_ids) + request.max_tokens, self._max_len),
+            rows=[None] * self._stages,
+            tokens=list(request.prompt_ids),
+            end_ids=(frozenset() if stop.ignore_eos else self._eos_ids) | set(stop.token_ids),
+            reused=place.reused,
+            left=place.reused,
+            entered=place.reused,
+        )
 
     def _enter(self, s: Sequence) -> Rows | None:
         """The rows of a sequence that enter stage 0 now."""
@@ -178,7 +218,14 @@ class Scheduler:
         rows, position = s.rows[-1], len(s.tokens)
         if rows is None or rows.end != position:
             return None
-        return Verify(s.slot, position, s.request.sampling, s.ahead[0] if s.ahead else None)
+        return Verify(s.slot, position, s.ahead[0] if s.ahead else None)
+
+    def _score_order(self, s: Sequence) -> Score | None:
+        """Due for the rows of a prompt in the last stage. What follows its last token is drawn."""
+        rows, prompt = s.rows[-1], s.request.prompt_ids
+        if not s.request.prompt_logprobs or rows is None or rows.start >= len(prompt) - 1:
+            return None
+        return Score(s.slot, rows.start, prompt[rows.start + 1 : rows.end + 1])
 
     def _draft_order(self, s: Sequence) -> DraftOrder | None:
         """A draft is wanted behind a generated token that enters, if it could enter itself."""
@@ -187,17 +234,25 @@ class Scheduler:
             return None
         if s.entered >= s.limit - 1:
             return None
-        return DraftOrder(s.slot, s.entered, s.request.sampling)
+        return DraftOrder(s.slot, s.entered)
 
     # --- results --------------------------------------------------------------------------------
 
-    def apply(self, result: CycleResult) -> list[tuple[Sequence, Delta]]:
+    def apply(self, result: CycleResult) -> list[tuple[Sequence, PromptScored | Delta]]:
         """Takes the verdicts and drafts of the cycle planned last; returns the tokens that are now
-        certain, with the sequences they belong to."""
+        certain (and, ahead of them, the scores of a prompt), with the sequences they belong to."""
         by_slot = {s.slot: s for s in self._running.values()}
-        emitted = []
-        for verdict in result.stages[-1].verdicts:
+        for sequence in by_slot.values():
+            if (rows := sequence.rows[-1]) is not None:
+                sequence.left = rows.end
+        last = result.stages[-1]
+        for scored in last.scored:
+            by_slot[scored.slot].prompt_scores += scored.logprobs
+        emitted: list[tuple[Sequence, PromptScored | Delta]] = []
+        for verdict in last.verdicts:
             sequence = by_slot[verdict.slot]
+            if sequence.request.prompt_logprobs and verdict.position == sequence.prompt_length:
+                emitted.append((sequence, PromptScored(tuple(sequence.prompt_scores))))
             emitted.append((sequence, self._take(sequence, verdict)))
         for draft in result.drafter.drafts if result.drafter else ():
             sequence = by_slot[draft.slot]
@@ -217,12 +272,15 @@ class Scheduler:
             else:
                 s.flush()
                 s.entered = verdict.position
-        return self._delta(s, verdict.token)
+        return self._delta(s, verdict)
 
-    def _delta(self, s: Sequence, token: int) -> Delta:
+    def _delta(self, s: Sequence, verdict: Verdict) -> Delta:
+        token = verdict.token
         reason: FinishReason | None = None
-        if token in self._eos_ids:
-            text, reason = s.text.finish(), "stop"
+        if token in s.end_ids:  # none is drawn too early, unless a grammar leaves nothing else
+            shown = s.request.stop.include_in_text and token not in self._eos_ids
+            text = (s.text.push(token)[0] if shown else "") + s.text.finish()
+            reason = "stop"
         else:
             text, stopped = s.text.push(token)
             if stopped:
@@ -230,11 +288,25 @@ class Scheduler:
             elif len(s.tokens) == s.limit:
                 text, reason = text + s.text.finish(), "length"
         if reason is None:
-            return Delta(token, text)
+            return Delta(token, text, logprobs=verdict.logprobs)
         self._release(s)
-        return Delta(token, text, reason, s.stats())
+        return Delta(token, text, reason, s.stats(), verdict.logprobs)
 
     def _release(self, s: Sequence) -> None:
-        """Its rows in flight are in no further plan, so the slot can be given away at once."""
+        """Its rows in flight are in no further plan, so the slot can be given away at once. What
+        has left the pipeline stays there for requests that begin alike."""
         del self._running[s.request.request_id]
-        self._free.append(s.slot)
+        self._slots.release(s.slot, s.tokens[: s.left])
+
+
+def _admission(s: Sequence) -> Admission:
+    """What the last stage and the drafter are told of a sequence."""
+    return Admission(
+        slot=s.slot,
+        prompt_length=s.prompt_length,
+        sampling=s.request.sampling,
+        grammar=s.request.grammar,
+        logprobs=s.request.logprobs,
+        end_ids=tuple(sorted(s.end_ids)),
+        min_end=s.min_end,
+    )

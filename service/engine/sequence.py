@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service.messages import Event, GenerateRequest, Proposal, RequestStats, Rows
+from service.messages import Event, GenerateRequest, Logprobs, Proposal, RequestStats, Rows
 
 Sink = Callable[[Event], None]
 
@@ -30,6 +30,10 @@ class Sequence:
     limit: int  # no token is generated at this position or beyond
     rows: list[Rows | None]  # at each stage, in the cycle that was planned last
     tokens: list[int]
+    end_ids: frozenset[int]  # tokens that end the answer
+    reused: int = 0  # prompt tokens whose keys and values were there already
+    left: int = 0  # positions whose rows have left the last stage: they can be reused
+    prompt_scores: list[Logprobs] = field(default_factory=list)
     ahead: deque[Proposal] = field(default_factory=deque)
     entered: int = 0
     draft: Proposal | None = None  # the PDM's, for the position `entered`
@@ -41,6 +45,11 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def min_end(self) -> int:
+        """The first position at which the answer may end."""
+        return self.prompt_length + self.request.stop.min_tokens
 
     @property
     def in_prompt(self) -> bool:
@@ -65,4 +74,5 @@ class Sequence:
             cycles=self.cycles,
             drafted=self.drafted,
             accepted=self.accepted,
+            cached=self.reused,
         )

@@ -60,6 +60,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", help="(%(default)s)")
     add("--threads", type=_positive, default=1, help="torch threads of each stage (%(default)s)")
     add("--seed", type=int, default=0, help="for temperatures above 0 (%(default)s)")
+    add(
+        "--seeded",
+        action="store_true",
+        help="above temperature 0 as requests with a seed are: a draft is right if it equals the "
+        "target's own token. Unset: rejection sampling",
+    )
     add("--out", type=Path, metavar="DIR", help="folder of results.json and acceptance.png")
     add(
         "--replay",

@@ -27,6 +27,7 @@ class Options:
     threads: int
     seed: int
     out: Path | None
+    seeded: bool = False
     replay: Path | None = None
     corpus: Path | None = None
     early_exit_visits: int = 1_000_000

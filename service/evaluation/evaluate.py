@@ -61,7 +61,12 @@ def evaluate(options: Options) -> None:
             say(f"{name}: in {options.out} already")
             continue
         requests = make_requests(
-            prompts, encoded, options.max_tokens, configuration.temperature, options.seed
+            prompts,
+            encoded,
+            options.max_tokens,
+            configuration.temperature,
+            options.seed,
+            options.seeded,
         )
         store.add(
             run_configuration(configuration, settings, blueprint, prompts, requests, name, replays)
@@ -159,6 +164,7 @@ def _shared(
         slots=options.slots,
         threads=options.threads,
         seed=options.seed,
+        seeded=options.seeded,
         lookup_min_match=settings.drafter.lookup_min_match,
         data_sets={
             name: DataSet(

@@ -131,15 +131,16 @@ def make_requests(
     max_tokens: int,
     temperature: float,
     seed: int,
+    seeded: bool = False,
 ) -> list[GenerateRequest]:
-    """Requests named as their prompts. Above temperature 0 they are rejection sampling, with keys
-    by `seed` and prompt, so that an evaluation repeats."""
+    """Requests named as their prompts. Above temperature 0 they are rejection sampling (or, seeded,
+    as requests with a seed), with keys by `seed` and prompt, so that an evaluation repeats."""
     return [
         GenerateRequest(
             request_id=prompt.name,
             prompt_ids=ids,
             max_tokens=max_tokens,
-            sampling=Sampling(temperature=temperature, key=_key(seed, prompt)),
+            sampling=Sampling(temperature, seeded=seeded, key=_key(seed, prompt)),
         )
         for prompt, ids in zip(prompts, encoded, strict=True)
     ]

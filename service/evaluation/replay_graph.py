@@ -6,7 +6,7 @@ tokens in flight. So all drafts can be computed before (`service.evaluation.tabl
 scheduler drives and counts as in a real run.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from service.evaluation.gold import Gold
@@ -30,7 +30,7 @@ ANYTHING = 0  # a token that will be void: the end of the text is in flight befo
 
 
 class ReplayGraph:
-    """Verdicts and drafts of known texts, for sequences whose prompts enter from position 0 on."""
+    """Verdicts and drafts of known texts."""
 
     def __init__(
         self, stages: int, golds: Sequence[Gold], tables: Sequence[Table] | None = None
@@ -42,16 +42,16 @@ class ReplayGraph:
             gold.prompt: (gold, table)
             for gold, table in zip(golds, tables or [[]] * len(golds), strict=True)
         }
-        self._prompts: dict[int, list[int]] = {}  # by slot: what of the prompt has entered
+        self._texts: dict[int, list[int]] = defaultdict(list)  # by slot: the tokens that entered
         self._running: dict[int, tuple[Gold, Table]] = {}
 
     def run(self, plan: CyclePlan) -> CycleResult:
+        for copy in plan.copies:
+            self._texts[copy.target] = self._texts[copy.source][: copy.length]
+        for admission in plan.admitted:
+            self._running.pop(admission.slot, None)
         for rows, tokens in zip(plan.stages[0], plan.tokens, strict=True):
-            if rows.start == 0:  # the slot has been given away
-                self._running.pop(rows.slot, None)
-                self._prompts[rows.slot] = []
-            if rows.slot not in self._running:
-                self._prompts[rows.slot] += tokens
+            self._texts[rows.slot][rows.start :] = tokens
         # Where a draft is ordered, the whole prompt has left: all rows are of one token.
         fills = Counter(rows.slot for stage in plan.stages for rows in stage)
         verdicts = tuple(self._verdict(order) for order in plan.verify)
@@ -68,7 +68,8 @@ class ReplayGraph:
 
     def _verdict(self, order: Verify) -> Verdict:
         if order.slot not in self._running:  # the first token of an answer
-            self._running[order.slot] = self._known[tuple(self._prompts[order.slot])]
+            prompt = tuple(self._texts[order.slot][: order.position])
+            self._running[order.slot] = self._known[prompt]
         gold, _ = self._running[order.slot]
         token = gold.answer[order.position - len(gold.prompt)]
         accepted = None if order.proposal is None else order.proposal.token == token

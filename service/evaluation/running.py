@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from service.engine.scheduler import Scheduler
 from service.evaluation.counting import Answer
-from service.messages import CyclePlan, CycleResult, Event, GenerateRequest
+from service.messages import CyclePlan, CycleResult, Delta, Event, GenerateRequest
 from service.pipeline.graph import Graph, GraphError
 
 PROGRESS_SECONDS = 10.0
@@ -39,6 +39,7 @@ def _take(
     verdicts = result.stages[-1].verdicts
     finished = 0
     for verdict, (sequence, delta) in zip(verdicts, scheduler.apply(result), strict=True):
+        assert isinstance(delta, Delta), "no prompt's scores were asked for"
         proposal = proposals[verdict.slot, verdict.position]
         answers[sequence.request.request_id].take(verdict.token, proposal, delta.stats)
         finished += delta.stats is not None

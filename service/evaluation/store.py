@@ -43,6 +43,7 @@ class SharedSettings(_Model):
     slots: int
     threads: int
     seed: int
+    seeded: bool = False
     lookup_min_match: int
     data_sets: dict[str, DataSet]
     corpus: str | None = None  # of the early exit

@@ -1,13 +1,23 @@
 """Runs the PDM beside the stages. A plain class, like `Stage`: the graphs wrap it."""
 
 import logging
+import math
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from service.messages import CyclePlan, Draft, DraftReport, Rows, spans
+from service.messages import (
+    Copy,
+    CyclePlan,
+    Draft,
+    DraftOrder,
+    DraftReport,
+    Proposal,
+    Rows,
+    spans,
+)
 from service.pdm.checkpoint import (
     PdmConfig,
     build_pdm,
@@ -19,7 +29,8 @@ from service.pdm.module import CachedPDM
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import EMBEDDING, WeightReader
 from service.pipeline.spec import ActorSpec
-from service.sampling import draft
+from service.pipeline.texts import SlotTexts
+from service.sampling import draft, uses_q
 from service.target import load_target_config
 
 log = logging.getLogger(__name__)
@@ -32,8 +43,8 @@ class Drafter:
 
     State: `_in_flight[d]`, what the rows that have finished d stages (1 <= d <= n) have tapped so
     far; those at n have just left the pipeline. `_behind` is the same of the cycle before, while
-    the taps of a cycle come in. And, in slots, the PDM's keys and values and the features of the
-    rows that have left the pipeline.
+    the taps of a cycle come in. And, in slots: texts, the PDM's keys and values, and the features
+    of the rows that have left the pipeline.
     """
 
     def __init__(self, spec: ActorSpec, checkpoint: str | None) -> None:
@@ -50,11 +61,12 @@ class Drafter:
         self._embedding = WeightReader(folder)(EMBEDDING, spec.torch_dtype, self._device)
         dtype, device = spec.torch_dtype, self._device
         self.pdm = build_pdm(made_for, tensors, config, dtype, device)
-        cache = SlotCache(config, made_for.layers, 0, spec.slots, spec.max_len, dtype, device)
-        self._cached = CachedPDM(self.pdm, cache)
-        self._left = torch.zeros(
-            spec.slots, spec.max_len, config.hidden_size, dtype=dtype, device=device
-        )
+        slots, max_len = spec.slots, spec.max_len
+        self._cache = SlotCache(config, made_for.layers, 0, slots, max_len, dtype, device)
+        self._cached = CachedPDM(self.pdm, self._cache)
+        vocabulary = len(self._embedding)
+        self._texts = SlotTexts(folder, vocabulary, slots, max_len, device, self.pdm.draft_ids)
+        self._left = torch.zeros(slots, max_len, config.hidden_size, dtype=dtype, device=device)
         self._types = depth_types(spec.anchors, spec.bounds)
         self._in_flight = self._behind = self._nothing()
         self._report = DraftReport(0.0)
@@ -74,10 +86,13 @@ class Drafter:
         q: list[Tensor] = []
         error = None
         try:
+            self._texts.take(plan)
             for order, logits in zip(plan.drafts, self._logits(plan), strict=True):
-                proposal, probs = draft(logits, self.pdm.draft_ids, order.sampling, order.position)
+                proposal, probs = self._draft(order, logits)
                 drafts.append(Draft(order.slot, order.position, proposal))
-                q += [] if probs is None else [probs]
+                if uses_q(self._texts.sampling(order.slot)):
+                    q.append(torch.zeros_like(logits) if probs is None else probs)
+            self._copy(plan.copies)
         except Exception as exception:
             log.exception("drafting failed; this cycle goes on without drafts")
             error, drafts, q = f"{type(exception).__name__}: {exception}", [], []
@@ -96,6 +111,22 @@ class Drafter:
             known = self._embed(plan, r)[:, None] if stage == 0 else self._behind[stage][r]
             taps = output[1:, at].transpose(0, 1)  # [count, taps, H]
             self._in_flight[stage + 1][r] = torch.cat([known, taps], dim=1)
+
+    def _draft(self, order: DraftOrder, logits: Tensor) -> tuple[Proposal, Tensor | None]:
+        """A draft from the PDM's logits [D], and its q where it was drawn from one."""
+        slot, position = order.slot, order.position
+        scores = self._texts.scores(logits, slot, position)
+        if not bool((scores > -math.inf).any()):  # all that may follow is beyond the draft's words
+            allowed = self._texts.allowed(slot, position)
+            if allowed is not None:
+                return Proposal(int(allowed.nonzero()[0]), "point"), None
+        return draft(scores, self.pdm.draft_ids, self._texts.sampling(slot), position)
+
+    def _copy(self, orders: tuple[Copy, ...]) -> None:
+        """Prefixes to other slots; after the rows that have just left were computed."""
+        for order in orders:
+            self._cache.copy(order)
+            self._left[order.target, : order.length] = self._left[order.source, : order.length]
 
     def report(self) -> DraftReport:
         """What the engine wants to know of this cycle."""

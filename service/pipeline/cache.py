@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from service.messages import Rows, spans
+from service.messages import Copy, Rows, spans
 
 ATTENTION = "spd_slots"
 
@@ -70,6 +70,11 @@ class SlotCache:
     @property
     def layers(self) -> int:
         return len(self._keys)
+
+    def copy(self, order: Copy) -> None:
+        """What a slot holds of its first positions, to another slot."""
+        for held in (self._keys, self._values):
+            held[:, order.target, :, : order.length] = held[:, order.source, :, : order.length]
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]

@@ -28,15 +28,18 @@ logging.getLogger("ray.dag").setLevel(logging.WARNING)
 
 _FLOAT_BYTES = 4
 _ENVELOPE_BYTES = 64 * 1024  # plan, reports and serialisation around the tensors
+_ADMISSION_BYTES = 512 * 1024  # the one grammar that a plan may hold, or a bias for many tokens
+_LOGPROBS_BYTES = 1024  # of one token, with 20 alternatives
 
 
 def buffer_bytes(blueprint: Blueprint, chunk: int) -> int:
-    """The largest message between two actors: a prompt chunk with its taps, or the drafts' q."""
+    """The largest message: a prompt chunk with its taps, the drafts' q, or a plan or report."""
     spec = blueprint.spec
     taps = max(len(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages))
     hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.config.hidden_size
     distributions = spec.slots * blueprint.draft_vocabulary
-    return max(hidden, distributions) * _FLOAT_BYTES + _ENVELOPE_BYTES
+    plain = _ADMISSION_BYTES + (chunk + spec.slots) * _LOGPROBS_BYTES
+    return max(max(hidden, distributions) * _FLOAT_BYTES, plain) + _ENVELOPE_BYTES
 
 
 def _size_buffers(size: int) -> None:

@@ -7,7 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service.messages import CyclePlan, Rows, StageReport, Verdict, Verify, spans
+from service.messages import (
+    CyclePlan,
+    Rows,
+    Score,
+    Scored,
+    StageReport,
+    Verdict,
+    Verify,
+    spans,
+)
 from service.pdm.features import stage_anchors
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import (
@@ -18,7 +27,8 @@ from service.pipeline.layers import (
     read_norm,
 )
 from service.pipeline.spec import ActorSpec
-from service.sampling import DraftDistribution, uses_q, verify
+from service.pipeline.texts import SlotTexts
+from service.sampling import DraftDistribution, logprobs, uses_q, verify
 from service.target import load_target_config
 
 
@@ -26,7 +36,7 @@ class Stage:
     """Runs its layers on the rows that the plan names, then takes over the next ones.
 
     State: keys and values in the slots, the inbox (the upstream stage's rows of the last cycle)
-    and, in the last stage, the distributions q of drafts that are still unverified.
+    and, in the last stage, the texts and the distributions q of drafts that are still unverified.
     """
 
     def __init__(self, spec: ActorSpec, index: int, draft_ids: Tensor | None = None) -> None:
@@ -40,8 +50,7 @@ class Stage:
         self._draft_ids = None if draft_ids is None else draft_ids.to(self._device)
         self._inbox: tuple[tuple[Rows, ...], Tensor] | None = None
         self._q: dict[tuple[int, int], Tensor] = {}
-        self._verdicts: tuple[Verdict, ...] = ()
-        self._seconds = 0.0
+        self._report = StageReport(0.0)
         self._load(spec, start, end)
 
     def _load(self, spec: ActorSpec, start: int, end: int) -> None:
@@ -49,8 +58,9 @@ class Stage:
         config = load_target_config(folder)
         skeleton = model_skeleton(config)
         read = WeightReader(folder)
-        cache = SlotCache(config, end - start, start, spec.slots, spec.max_len, dtype, device)
-        self.layers = read_layers(skeleton, read, config, start, cache, dtype, device)
+        slots, max_len = spec.slots, spec.max_len
+        self._cache = SlotCache(config, end - start, start, slots, max_len, dtype, device)
+        self.layers = read_layers(skeleton, read, config, start, self._cache, dtype, device)
         if self.is_first:
             self.embedding = read(EMBEDDING, dtype, device)  # [V, H]
         if self.is_last:
@@ -58,6 +68,7 @@ class Stage:
             head = read.head_name(config)
             shared = self.is_first and head == EMBEDDING
             self.head = self.embedding if shared else read(head, dtype, device)  # [V, H]
+            self._texts = SlotTexts(folder, len(self.head), slots, max_len, device)
 
     def parameter_count(self) -> int:
         """Numbers held as weights, a shared tensor counted once."""
@@ -73,17 +84,24 @@ class Stage:
         rows: Ray can't carry an empty tensor."""
         began = time.perf_counter()
         rows = plan.stages[self.index]
-        self._verdicts = ()
-        self._forget_void_q(plan)
+        for order in plan.copies:
+            self._cache.copy(order)
+        if self.is_last:
+            self._texts.take(plan)
+            self._forget_void_q(plan)
         out = None
+        verdicts: tuple[Verdict, ...] = ()
+        scored: tuple[Scored, ...] = ()
         if rows:
             hidden = self._embed(plan) if self.is_first else self._take_from_inbox(rows)
             hidden, taps = self.layers(hidden, Batch(rows, self._device), self._taps)
-            self._verdicts = self._verify(plan.verify, rows, hidden) if self.is_last else ()
+            if self.is_last:
+                verdicts = self._verify(plan.verify, rows, hidden)
+                scored = self._score(plan.scores, rows, hidden)
             out = torch.stack([hidden, *taps])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._seconds = time.perf_counter() - began
+        self._report = StageReport(time.perf_counter() - began, verdicts, scored)
         return out
 
     @torch.inference_mode()
@@ -97,13 +115,13 @@ class Stage:
         """Keeps the distributions [drafts that need one, D] of this cycle's drafts, in the last
         stage, until these are verified or void."""
         if q is not None:
-            wanted = [d for d in plan.drafts if uses_q(d.sampling)]
+            wanted = [d for d in plan.drafts if uses_q(self._texts.sampling(d.slot))]
             for order, probs in zip(wanted, q, strict=True):
                 self._q[order.slot, order.position] = probs
 
     def report(self) -> StageReport:
         """What the engine wants to know of this cycle."""
-        return StageReport(self._seconds, self._verdicts)
+        return self._report
 
     def _embed(self, plan: CyclePlan) -> Tensor:
         ids = torch.tensor(
@@ -131,16 +149,39 @@ class Stage:
         if not orders:
             return ()
         newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(rows)}
-        picked = hidden[[newest[order.slot, order.position] for order in orders]]
-        logits = nn.functional.linear(self.norm(picked), self.head).float()  # [orders, V]
-        return tuple(
-            Verdict(
-                o.slot,
-                o.position,
-                *verify(scores, o.sampling, o.position, o.proposal, self._q_of(o)),
-            )
-            for o, scores in zip(orders, logits, strict=True)
+        logits = self._logits(hidden[[newest[o.slot, o.position] for o in orders]])
+        return tuple(self._verdict(o, row) for o, row in zip(orders, logits, strict=True))
+
+    def _verdict(self, order: Verify, logits: Tensor) -> Verdict:
+        """The target's token from its logits [V]."""
+        slot, position = order.slot, order.position
+        admission = self._texts.admission(slot)
+        scores = self._texts.scores(logits, slot, position)
+        token, accepted = verify(
+            scores, admission.sampling, position, order.proposal, self._q_of(order)
         )
+        told = None
+        if admission.logprobs is not None:
+            told = logprobs(logits, token, admission.logprobs)
+        return Verdict(slot, position, token, accepted, told)
+
+    def _score(
+        self, orders: tuple[Score, ...], rows: tuple[Rows, ...], hidden: Tensor
+    ) -> tuple[Scored, ...]:
+        """The log-probabilities of prompt tokens."""
+        places = {(r.slot, r.start): at.start for r, at in spans(rows)}
+        scored = []
+        for order in orders:
+            first, count = places[order.slot, order.start], len(order.next_ids)
+            top = self._texts.admission(order.slot).logprobs or 0
+            logits = self._logits(hidden[first : first + count])
+            told = (logprobs(r, i, top) for r, i in zip(logits, order.next_ids, strict=True))
+            scored.append(Scored(order.slot, tuple(told)))
+        return tuple(scored)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The last layer's output [N, H] -> logits [N, V] float32."""
+        return nn.functional.linear(self.norm(hidden), self.head).float()
 
     def _q_of(self, order: Verify) -> DraftDistribution | None:
         probs = self._q.get((order.slot, order.position))

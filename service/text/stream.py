@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+from service.messages import Stopping
+
 Decode = Callable[[Sequence[int]], str]
+
+PLAIN = Stopping()
 
 _BROKEN = "\ufffd"  # stands for bytes that are not (or not yet) a character
 _MAX_BROKEN = 3  # an incomplete character has at most three bytes
@@ -12,16 +16,18 @@ _WINDOW = 16  # tokens of context; more than the bytes that three broken charact
 class TextStream:
     """The text of one answer, token by token.
 
-    All pushes joined, and `finish`, are the decoding of all ids at once, cut before the stop string
-    that was complete first (of those, the one that began first). So the cut depends on the text
-    alone and not on how it is split into tokens.
+    All pushes joined, and `finish`, are the decoding of all ids at once, cut before (or behind) the
+    stop string that was complete first (of those, the one that began first). So the cut depends on
+    the text alone and not on how it is split into tokens; but what the first `min_tokens` let out
+    is not looked at.
 
-    `tokenizer_decode` must leave out special tokens. `stop` holds no empty string.
+    `tokenizer_decode` must leave out special tokens. No stop string is empty.
     """
 
-    def __init__(self, tokenizer_decode: Decode, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer_decode: Decode, stop: Stopping = PLAIN) -> None:
         self._characters = _Characters(tokenizer_decode)
-        self._stop = tuple(stop)
+        self._stop = stop.strings
+        self._unstoppable, self._keeps_stop = stop.min_tokens, stop.include_in_text
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""  # the end of the text, as far as a stop string could begin there
         self._stopped = False
@@ -31,6 +37,9 @@ class TextStream:
         then that was the last of the text."""
         if self._stopped:
             return "", True
+        if self._unstoppable > 0:
+            self._unstoppable -= 1
+            return self._characters.push(token_id), False
         text = self._cut(self._held + self._characters.push(token_id))
         out = text[: len(text) - (0 if self._stopped else self._possible_stop(text))]
         self._held = text[len(out) :]
@@ -45,10 +54,10 @@ class TextStream:
         return text
 
     def _cut(self, text: str) -> str:
-        """The text before a stop string, if one is in it."""
+        """The text up to a stop string, if one is in it."""
         found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         self._stopped = bool(found)
-        return text[: min(found)[1]] if found else text
+        return text[: min(found)[0 if self._keeps_stop else 1]] if found else text
 
     def _possible_stop(self, text: str) -> int:
         """Length of the longest end of the text that a stop string could begin with."""

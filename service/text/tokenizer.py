@@ -1,13 +1,37 @@
 """The tokenizer of a target: text and chats to token ids, ids to text. Needs no network."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from service.config import ConfigError
 
 # Any of these is a vocabulary. Without one, transformers may make up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+
+# What a template's variables must not be called: the arguments of transformers on the way there.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 
 
 class NoChatTemplate(ValueError):  # noqa: N818 - it names a fact about the model, not a fault
@@ -53,6 +77,12 @@ class Tokenizer:
         token_id: int | None = self._hf.eos_token_id
         return token_id
 
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The tokens that are never split, special ones and others, with their ids."""
+        added: dict[str, int] = self._hf.get_added_vocab()
+        return added
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. `add_special_tokens`: with the BOS that the model expects, if any."""
         ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
@@ -65,8 +95,26 @@ class Tokenizer:
         )
         return text
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The prompt ids of a chat, up to where the assistant's answer begins.
+    @property
+    def chat_template(self) -> str | None:
+        """The program that writes conversations. Of several, the one for tools."""
+        template: str | dict[str, str] | None = self._hf.chat_template
+        if isinstance(template, dict):
+            return template.get("tool_use", template.get("default"))
+        return template
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """The prompt ids of a chat, up to where the assistant's answer begins, or where the last
+        message is to be continued. `template_kwargs` are for the template; none of them is in
+        RESERVED_TEMPLATE_KWARGS.
 
         The template writes its special tokens itself, so none are added. Raises NoChatTemplate, or
         ChatTemplateError when the template can't take these messages.
@@ -79,7 +127,13 @@ class Tokenizer:
             ) from error
         try:
             ids: list[int] = self._hf.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=False,
+                **template_kwargs,
             )
         except Exception as error:  # a template is a program: it may fail in any way
             raise ChatTemplateError(
