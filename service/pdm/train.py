@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,9 +34,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
-    )
+    log_to_stderr()
     try:
         run(args)
     except ConfigError as error:
@@ -45,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("spd-train: interrupted; the same command goes on from here\n")
         return 130
     return 0
+
+
+def log_to_stderr() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -183,13 +188,19 @@ def gather(job: Job, args: argparse.Namespace) -> None:
         goal = each + sum(shard_tokens(file) for file in own)
         how = {"seed": args.seed, "worker": worker}
         arguments = (job.target, job.corpus, info, goal)
-        writers.append(spawn.Process(target=synthesise, args=arguments, kwargs=how))
+        writers.append(spawn.Process(target=write, args=arguments, kwargs=how))
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
     if any(writer.exitcode for writer in writers):
         raise ConfigError("a process that writes texts has failed; see above")
+
+
+def write(*args: Any, **kwargs: Any) -> None:
+    """`synthesise` in a process of its own, which begins without any logging."""
+    log_to_stderr()
+    synthesise(*args, **kwargs)
 
 
 def train(job: Job, processes: int) -> None:
