@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,13 +15,15 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from service.api.client import PipelineStatus, PipelineUnavailableError
+from service.api.keys import ApiKeys, load_keys
 from service.api.routes import create_api
-from service.config import Settings, parse_settings
+from service.config import ConfigError, Settings, parse_settings
 from service.messages import Event, GenerateRequest
 from service.metrics_page import MetricsPage
 from service.pipeline.blueprint import make_blueprint
 from service.replica import Pipeline
-from service.target import resolve_target
+from service.target import load_target_config, resolve_target
+from service.text.grammar import Grammars, NoGrammars
 from service.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ray.serve")
@@ -31,11 +35,13 @@ UNAVAILABLE = (RayError, RayServeException)
 def build(args: dict[str, Any]) -> serve.Application:
     """Raises ConfigError, before anything is deployed, for settings or a target that can't work."""
     settings = parse_settings(args)
+    # Here and not in the replicas, which may run where neither file nor variable is.
+    keys = load_keys(settings.api.keys_file, os.environ)
     make_blueprint(settings)
     pipeline = serve.deployment(Pipeline).options(**pipeline_options(settings)).bind(settings)
 
     def in_replica() -> FastAPI:  # Serve calls it there, where handle and proxy are known
-        return make_ingress(settings)
+        return make_ingress(settings, keys)
 
     ingress = serve.deployment(serve.ingress(in_replica)())
     return ingress.options(
@@ -74,21 +80,32 @@ def pipeline_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def make_ingress(settings: Settings) -> FastAPI:
+def make_ingress(settings: Settings, keys: ApiKeys) -> FastAPI:
     """The HTTP application of one ingress replica."""
     context = serve.get_replica_context()
     pipeline = HandlePipeline(serve.get_deployment_handle("Pipeline", context.app_name))
+    folder = resolve_target(settings.model)
     app = create_api(
         pipeline=pipeline,
-        tokenizer=Tokenizer.load(resolve_target(settings.model)),
+        tokenizer=Tokenizer.load(folder),
+        grammars=load_grammars(folder),
         model=settings.name,
         max_len=settings.pipeline.max_len,
         metrics_text=MetricsPage(),
+        settings=settings.api,
+        keys=keys,
         echo_request_id=False,  # Serve's proxy does
     )
-    announcement = asyncio.get_event_loop().create_task(announce(pipeline, settings))
+    announcement = asyncio.get_event_loop().create_task(announce(pipeline, settings, keys))
     app.state.announcement = announcement  # a task that nobody holds may be collected
     return app
+
+
+def load_grammars(folder: Path) -> Grammars | NoGrammars:
+    try:
+        return Grammars.load(folder, load_target_config(folder).vocab_size)
+    except ConfigError as error:
+        return NoGrammars(folder, error)
 
 
 class HandlePipeline:
@@ -119,7 +136,7 @@ class HandlePipeline:
         return status
 
 
-async def announce(pipeline: HandlePipeline, settings: Settings) -> None:
+async def announce(pipeline: HandlePipeline, settings: Settings, keys: ApiKeys) -> None:
     """Says, once the pipeline serves, where to send what."""
     while True:
         try:
@@ -132,12 +149,14 @@ async def announce(pipeline: HandlePipeline, settings: Settings) -> None:
         "Ready: %s in %d stages, speculation %s.\n"
         "  chat:    POST %s/v1/chat/completions\n"
         '           {"model": "%s", "messages": [{"role": "user", "content": "Hello"}]}\n'
-        "  also:    /v1/completions /v1/models /health /ready /metrics /docs",
+        "  also:    /v1/completions /v1/models /health /ready /metrics /docs\n"
+        "  keys:    %s",
         settings.name,
         settings.pipeline.stages,
         status.speculation,
         url,
         settings.name,
+        f"{len(keys.digests)}, one of which each request must have" if keys else "none are needed",
     )
 
 

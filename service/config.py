@@ -1,10 +1,20 @@
 """The settings of a deployment: what `args` of a serve YAML may hold. Validated once, frozen."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*A-Z]+")
 
 
 class ConfigError(ValueError):
@@ -80,8 +90,44 @@ class DrafterSettings(_Section):
         return self.kind in ("lookup", "lookup+pdm")
 
 
+def _origin(text: str) -> str:
+    """Refuses what no browser sends as its origin, and so would never match."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise ValueError(
+            "an origin is written as https://chat.example.com or http://localhost:3000, in lower "
+            "case and without a path; '*' stands for any"
+        )
+    return text
+
+
+class ApiSettings(_Section):
+    """The door of the HTTP API."""
+
+    keys_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File of API keys, one a line, read once when the deployment is built. Keys "
+        "may also come from the environment variable SPD_API_KEYS. Neither: no key is asked for.",
+    )
+    cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
+        (),
+        description="Web pages that may use the API from a browser, e.g. "
+        "[https://chat.example.com]. Empty: none but those of this server.",
+    )
+    max_body_bytes: int = Field(
+        8 * 2**20, ge=1024, description="Size of a request's body. A larger one is refused."
+    )
+    keep_alive_s: float = Field(
+        10.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A stream that has been silent for so long sends an SSE comment, so that "
+        "nothing on the way takes it for dead.",
+    )
+
+
 class Settings(_Section):
-    """One deployment: a model, its pipeline and its drafter."""
+    """One deployment: a model, its pipeline, its drafter and its API."""
 
     model: str = Field(
         DEFAULT_MODEL,
@@ -97,6 +143,7 @@ class Settings(_Section):
     )
     pipeline: PipelineSettings = PipelineSettings()
     drafter: DrafterSettings = DrafterSettings()
+    api: ApiSettings = ApiSettings()
 
     @property
     def name(self) -> str:
@@ -113,8 +160,16 @@ def parse_settings(args: dict[str, Any]) -> Settings:
     try:
         return Settings.model_validate(args)
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(map(str, e['loc'])) or 'args'}: {e['msg']} (got {e['input']!r})"
-            for e in error.errors()
-        ]
+        lines = [_line(e) for e in error.errors()]
         raise ConfigError("The settings can't be used:\n" + "\n".join(lines)) from None
+
+
+def _line(error: ErrorDetails) -> str:
+    line = f"  {'.'.join(map(str, error['loc'])) or 'args'}: {error['msg']}"
+    return line if _may_hold_a_key(error["loc"]) else f"{line} (got {error['input']!r})"
+
+
+def _may_hold_a_key(place: tuple[int | str, ...]) -> bool:
+    """Keys end up in fields that are not for them, and messages in logs."""
+    shown = ApiSettings.model_fields.keys() - {"keys_file"}
+    return place[:1] == ("api",) and not shown.intersection(place[1:])

@@ -1,18 +1,20 @@
 """Checks a serve YAML before Ray starts, so that a mistake is one message and not a traceback from
 a worker: `python -m service.preflight deployments/spd.yaml`. Fetches the target where it must."""
 
+import os
 import sys
 from pathlib import Path
 
 import yaml
 
+from service.api.keys import load_keys
 from service.config import ConfigError, parse_settings
 
 IMPORT_PATH = "service.app:build"
 
 
 def check(file: Path) -> None:
-    """Raises ConfigError for settings, a target or a PDM that can't work."""
+    """Raises ConfigError for settings, API keys, a target or a PDM that can't work."""
     try:
         config = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -23,7 +25,9 @@ def check(file: Path) -> None:
 
     for application in config["applications"]:
         if application.get("import_path") == IMPORT_PATH:
-            make_blueprint(parse_settings(application.get("args") or {}))
+            settings = parse_settings(application.get("args") or {})
+            load_keys(settings.api.keys_file, os.environ)
+            make_blueprint(settings)
 
 
 def main() -> int:

@@ -3,81 +3,25 @@
 import json
 import re
 import socket
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from service.api.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    TextCompletion,
+    TextCompletionChunk,
+)
 from service.api.client import PipelineStatus, PipelineUnavailableError
-from service.api.routes import create_api
-from service.messages import Delta, Failure, Sampling
-from tests.fake_pipeline import STATS, FakePipeline, FakeTokenizer, Hang, text
-
-MODEL = "org/model"
-MAX_LEN = 64
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-TEXT = {"model": MODEL, "prompt": "hi"}
-WAIT_S = 10
-JSON_TYPE = {"Content-Type": "application/json"}
-
-
-async def _metrics_text() -> bytes:
-    return b"# TYPE spd_x gauge\nspd_x 1.0\n"
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[FakePipeline, str]]:
-    pipeline = FakePipeline()
-    app = create_api(
-        pipeline=pipeline,
-        tokenizer=FakeTokenizer(),
-        model=MODEL,
-        max_len=MAX_LEN,
-        metrics_text=_metrics_text,
-    )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # listens: a client waits, not fails
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield pipeline, f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join(WAIT_S)
-
-
-@pytest.fixture
-def pipeline(served: tuple[FakePipeline, str]) -> FakePipeline:
-    served[0].play(text("ok"))
-    return served[0]
-
-
-@pytest.fixture
-def url(served: tuple[FakePipeline, str]) -> str:
-    return served[1]
-
-
-@pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
-        yield client
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def _post(http: httpx.Client, body: Any, path: str | None = None) -> httpx.Response:
-    """Sends what httpx itself would refuse to encode, such as NaN and lone surrogates, too."""
-    path = path or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
-    return http.post(path, content=json.dumps(body), headers=JSON_TYPE)
-
+from service.messages import Delta, Failure, Sampling, Stopping
+from tests.api_server import CHAT, JSON_TYPE, MAX_LEN, MODEL, TEXT, WAIT_S, make_api, post
+from tests.fake_pipeline import FakePipeline, FakeTokenizer, Hang, obliging, text
 
 # --- OpenAI's client --------------------------------------------------------------------------
 
@@ -92,9 +36,13 @@ def test_chat(client: openai.OpenAI, pipeline: FakePipeline) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.completion_tokens_details is not None
-    assert answer.usage.total_tokens == STATS.prompt_tokens + STATS.generated_tokens
+    assert answer.usage.prompt_tokens == len("<user>hi")
+    assert answer.usage.completion_tokens == 3
+    assert answer.usage.total_tokens == len("<user>hi") + 3
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 1
     assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 1
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
 
 
 def test_completion(client: openai.OpenAI, pipeline: FakePipeline) -> None:
@@ -118,7 +66,7 @@ def test_completion_stream(client: openai.OpenAI, pipeline: FakePipeline) -> Non
     chunks = list(client.completions.create(**TEXT, stream=True, stream_options=options))
     assert [c.choices[0].text for c in chunks if c.choices] == ["a", "b", ""]
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == STATS.generated_tokens
+    assert chunks[-1].usage.completion_tokens == 2
 
 
 async def test_async_client(url: str, pipeline: FakePipeline) -> None:
@@ -158,14 +106,15 @@ def _chat_choice(delta: str, reason: str = "null") -> str:
 
 
 USAGE = (
-    ',"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8,'
-    '"completion_tokens_details":{"accepted_prediction_tokens":1,"rejected_prediction_tokens":1}}'
+    ',"usage":{"prompt_tokens":2,"completion_tokens":2,"total_tokens":4,'
+    '"completion_tokens_details":{"accepted_prediction_tokens":1,"rejected_prediction_tokens":1},'
+    '"prompt_tokens_details":{"cached_tokens":4}}'
 )
 
 
 def test_chat_stream_bytes(http: httpx.Client, pipeline: FakePipeline) -> None:
     pipeline.play(text("é\u2028", "", "", "b"))  # text held back: no chunks
-    response = _post(http, CHAT | {"stream": True})
+    response = post(http, CHAT | {"stream": True})
     kind = "chat.completion.chunk"
     assert _masked(response) == (
         _frame(kind, _chat_choice('"role":"assistant","content":""'))
@@ -182,7 +131,7 @@ def test_chat_stream_bytes(http: httpx.Client, pipeline: FakePipeline) -> None:
 def test_usage_stream_bytes(http: httpx.Client, pipeline: FakePipeline) -> None:
     pipeline.play(text("a", ""))
     options = {"include_usage": True}
-    response = _post(http, TEXT | {"stream": True, "stream_options": options})
+    response = post(http, TEXT | {"stream": True, "stream_options": options})
     kind, null = "text_completion", ',"usage":null'
     choice = '{"index":0,"text":"%s","logprobs":null,"finish_reason":%s}'
     assert _masked(response) == (
@@ -195,7 +144,7 @@ def test_usage_stream_bytes(http: httpx.Client, pipeline: FakePipeline) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": None}, None])
 def test_no_usage_unasked(http: httpx.Client, pipeline: FakePipeline, options: Any) -> None:
-    response = _post(http, CHAT | {"stream": True, "stream_options": options})
+    response = post(http, CHAT | {"stream": True, "stream_options": options})
     assert "usage" not in response.text
     assert pipeline.ended.is_set()
 
@@ -276,7 +225,7 @@ def test_failure_before_first_token(
     stream: bool,
 ) -> None:
     pipeline.play([step])
-    response = _post(http, CHAT | {"stream": stream})
+    response = post(http, CHAT | {"stream": stream})
     assert _check_error(response, status, None, None) == message
     assert len(response.headers["x-request-id"]) == 32
     assert pipeline.ended.is_set()
@@ -292,7 +241,7 @@ def test_failure_in_mid_stream(
     message: str,
 ) -> None:
     pipeline.play([Delta(0, "a"), step])
-    response = _post(http, CHAT | {"stream": True})
+    response = post(http, CHAT | {"stream": True})
     assert response.status_code == 200
     assert response.text.endswith(
         f'data: {{"error":{{"message":"{message}","type":"server_error","param":null,'
@@ -300,13 +249,13 @@ def test_failure_in_mid_stream(
     )
     with pytest.raises(openai.APIError, match=message):
         list(client.chat.completions.create(**CHAT, stream=True))
-    assert _check_error(_post(http, CHAT), status, None, None) == message
+    assert _check_error(post(http, CHAT), status, None, None) == message
 
 
 @pytest.mark.parametrize("script", [[], [Delta(0, "a")]])
 def test_stream_without_end(http: httpx.Client, pipeline: FakePipeline, script: Any) -> None:
     pipeline.play(script)
-    assert "ended before" in _check_error(_post(http, CHAT), 500, None, None)
+    assert "ended before" in _check_error(post(http, CHAT), 500, None, None)
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -316,6 +265,32 @@ def _says(content: Any, role: Any = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}]}
 
 
+def _calls(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": "x", "tool_calls": [call]}]}
+
+
+def _tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _forced_json(tool_choice: Any) -> dict[str, Any]:
+    answer = {"type": "json_object"}
+    return {"tools": [_tool("f")], "tool_choice": tool_choice, "response_format": answer}
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    given = {} if schema is None else {"schema": schema}
+    return {"type": "json_schema", "json_schema": {"name": "s", **given}}
+
+
+def _nested(depth: int) -> list[Any]:
+    return [_nested(depth - 1)] if depth else []
+
+
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -323,7 +298,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": ["hi"]}, "messages.0"),
     ({"messages": [{"content": "hi"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    (_says("hi", role="tool"), "messages.0.role"),
+    (_says("hi", role="function"), "messages.0.role"),
+    (_says("hi", role="tool"), "messages.0.tool_call_id"),
     (_says(None), "messages.0.content"),
     (_says(7), "messages.0.content"),
     (_says(["hi"]), "messages.0.content"),
@@ -333,14 +309,62 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (_says("\ud800"), "messages.0.content"),
     (_says("hi", role="assistant"), "messages"),
     ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"tools": [{}]}, "tools"),
+    ({"response_format": {"type": "regex"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": _schema(None)}, "response_format.json_schema.schema"),
+    ({"response_format": _schema({"bad": 1})}, "response_format"),
+    ({"response_format": _schema({"a": "\ud800"})}, "response_format.json_schema.schema"),
+    ({"response_format": _schema({"a": float("nan")})}, "response_format.json_schema.schema"),
+    ({"response_format": _schema({"a": _nested(64)})}, "response_format.json_schema.schema"),
+    ({"tools": [{}]}, "tools.0.type"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools.0.type"),
+    ({"tools": [_tool("")]}, "tools.0.function.name"),
+    ({"tools": [_tool("f g")]}, "tools.0.function.name"),
+    ({"tools": [_tool("f\n")]}, "tools.0.function.name"),
+    ({"tools": [_tool("f" * 65)]}, "tools.0.function.name"),
+    ({"tools": [_tool("f"), _tool("f")]}, "tools"),
+    ({"tools": [_tool(f"f{i}") for i in range(129)]}, "tools"),
+    ({"tools": [_tool("f", parameters=7)]}, "tools.0.function.parameters"),
+    ({"tools": [_tool("f", parameters={"\ud800": 1})]}, "tools.0.function.parameters"),
+    ({"tools": [_tool("bad")], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"logprobs": True}, "logprobs"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": _named("f")}, "tool_choice"),
+    ({"tools": [_tool("f")], "tool_choice": _named("g")}, "tool_choice"),
+    (_forced_json("required"), "response_format"),
+    (_forced_json(_named("f")), "response_format"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"logprobs": 0}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"echo": True}, "echo"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": 1}, "continue_final_message"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"reasoning_effort": "most"}, "reasoning_effort"),
     ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"web_search_options": {}}, "web_search_options"),
+    (_calls({"function": {"name": "f", "arguments": "{}"}}), "messages.0.tool_calls.0.id"),
+    (_calls({"id": "a", "function": {"name": "f"}}), "messages.0.tool_calls.0.function.arguments"),
+    (_calls({"id": "a", "function": {"name": "f", "arguments": "{"}}), "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id"),
     ({"stream_options": {}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": 1}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"stream": "yes"}, "stream"),
     ({"model": 7}, "model"),
     ({"model": "\udfff"}, "model"),
@@ -349,23 +373,71 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": None}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": ["a", [1]], "n": 33}, "n"),
+    ({"prompt": ["a"] * 65}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[1], [True]]}, "prompt"),
+    ({"prompt": [[1], [-1]]}, "prompt"),
+    ({"prompt": ["a", "\ud800"]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [FakeTokenizer.vocab_size]}, "prompt"),
     ({"prompt": "\ud800"}, "prompt"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
     ({"n": "1"}, "n"),
     ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"echo": "yes"}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.1}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 1}, "top_logprobs"),
+    ({"tools": [{}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"5": -101}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"\ud800": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {str(FakeTokenizer.vocab_size): 1}}, "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"presence_penalty": -2.1}, "presence_penalty"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 2.1}, "repetition_penalty"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": MAX_LEN, "max_tokens": MAX_LEN}, "min_tokens"),
+    ({"min_tokens": 1, "max_tokens": 0, "echo": True}, "min_tokens"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
+    ({"stop_token_ids": 7}, "stop_token_ids"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids.0"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [FakeTokenizer.vocab_size]}, "stop_token_ids"),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": _schema({"bad": 1})}, "response_format"),
+    ({"guided_regex": "a"}, "guided_regex"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_completion_tokens": True}, "max_completion_tokens"),
     ({"temperature": -0.1}, "temperature"),
@@ -391,7 +463,7 @@ BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
 def test_refused(
     http: httpx.Client, pipeline: FakePipeline, body: dict[str, Any], param: str
 ) -> None:
-    _check_error(_post(http, body), 400, param, None)
+    _check_error(post(http, body), 400, param, None)
     assert not pipeline.requests
 
 
@@ -404,17 +476,17 @@ def test_refuses_numbers_that_are_none(http: httpx.Client, field: str, number: s
 
 
 def test_unknown_model(http: httpx.Client) -> None:
-    response = _post(http, CHAT | {"model": "gpt-5"})
+    response = post(http, CHAT | {"model": "gpt-5"})
     assert MODEL in _check_error(response, 404, "model", "model_not_found")
     _check_error(http.get("/v1/models/gpt-5"), 404, "model", "model_not_found")
 
 
 def test_context_length(http: httpx.Client, pipeline: FakePipeline) -> None:
     code = "context_length_exceeded"
-    message = _check_error(_post(http, TEXT | {"prompt": "x" * MAX_LEN}), 400, "prompt", code)
+    message = _check_error(post(http, TEXT | {"prompt": "x" * MAX_LEN}), 400, "prompt", code)
     assert f"{MAX_LEN} tokens. This model's context is {MAX_LEN} tokens" in message
-    _check_error(_post(http, CHAT | _says("x" * MAX_LEN)), 400, "messages", code)
-    assert _post(http, TEXT | {"prompt": "x" * (MAX_LEN - 1)}).status_code == 200
+    _check_error(post(http, CHAT | _says("x" * MAX_LEN)), 400, "messages", code)
+    assert post(http, TEXT | {"prompt": "x" * (MAX_LEN - 1)}).status_code == 200
     assert pipeline.requests[0].max_tokens == 1
 
 
@@ -439,8 +511,8 @@ def test_paths(http: httpx.Client) -> None:
 
 
 def test_messages_hold_no_input(http: httpx.Client) -> None:
-    assert "secret" not in _post(http, CHAT | {"temperature": "secret" * 9}).text
-    assert "secret" not in _post(http, CHAT | {"model": "secret"}).text
+    assert "secret" not in post(http, CHAT | {"temperature": "secret" * 9}).text
+    assert "secret" not in post(http, CHAT | {"model": "secret"}).text
 
 
 # --- what reaches the pipeline ----------------------------------------------------------------
@@ -459,20 +531,20 @@ def test_request(http: httpx.Client, pipeline: FakePipeline) -> None:
         "seed": -1,
         "stop": ["x", "y"],
     }
-    assert _post(http, body).status_code == 200
+    assert post(http, body).status_code == 200
     request = pipeline.requests[0]
     assert request.prompt_ids == tuple(map(ord, "<system>s<user>ab"))
     assert request.max_tokens == 9
     assert request.sampling == Sampling(0.5, 0.9, 40, seeded=True, key=2**64 - 1)
-    assert request.stop == ("x", "y")
+    assert request.stop == Stopping(("x", "y"))
 
 
 def test_request_defaults(http: httpx.Client, pipeline: FakePipeline) -> None:
     for _ in range(2):
-        assert _post(http, TEXT).status_code == 200
+        assert post(http, TEXT).status_code == 200
     first, second = pipeline.requests[:2]
     assert first.max_tokens == 16  # as OpenAI's completions; a chat may fill the context
-    assert _post(http, CHAT).status_code == 200
+    assert post(http, CHAT).status_code == 200
     assert pipeline.requests[2].max_tokens == MAX_LEN - len(pipeline.requests[2].prompt_ids)
     assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (1, 1, 0)
     assert not first.sampling.seeded
@@ -490,23 +562,23 @@ HARMLESS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("extra", HARMLESS)
 def test_harmless(http: httpx.Client, pipeline: FakePipeline, extra: dict[str, Any]) -> None:
-    assert _post(http, TEXT | extra).status_code == 200
+    assert post(http, TEXT | extra).status_code == 200
     assert pipeline.requests[0].sampling.top_k == 0
     assert pipeline.requests[0].max_tokens == (MAX_LEN - len("hi") if "max_tokens" in extra else 16)
 
 
 @pytest.mark.parametrize("prompt", ["ab", ["ab"], [97, 98]])
 def test_prompt_forms(http: httpx.Client, pipeline: FakePipeline, prompt: Any) -> None:
-    assert _post(http, TEXT | {"prompt": prompt}).status_code == 200
+    assert post(http, TEXT | {"prompt": prompt}).status_code == 200
     assert pipeline.requests[0].prompt_ids == (97, 98)
 
 
 def test_request_id(http: httpx.Client, pipeline: FakePipeline) -> None:
     http.headers["X-Request-Id"] = "mine-1"
-    answers = [_post(http, TEXT) for _ in range(2)]
+    answers = [post(http, TEXT) for _ in range(2)]
     assert [answer.headers["x-request-id"] for answer in answers] == ["mine-1", "mine-1"]
     ids = [request.request_id for request in pipeline.requests]
-    assert ids == [f"{answer.json()['id']}-mine-1" for answer in answers]
+    assert ids == [f"{answer.json()['id']}-mine-1-0" for answer in answers]
     assert len(set(ids)) == 2
     for bad in ("a b", "x" * 129, ""):
         http.headers["X-Request-Id"] = bad
@@ -514,14 +586,7 @@ def test_request_id(http: httpx.Client, pipeline: FakePipeline) -> None:
 
 
 async def test_request_id_behind_a_proxy_that_echoes_it() -> None:
-    app = create_api(
-        pipeline=FakePipeline(),
-        tokenizer=FakeTokenizer(),
-        model=MODEL,
-        max_len=MAX_LEN,
-        metrics_text=_metrics_text,
-        echo_request_id=False,
-    )
+    app = make_api(FakePipeline(), echo_request_id=False)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
         assert "x-request-id" not in (await http.get("/health")).headers
@@ -552,8 +617,21 @@ def test_metrics(http: httpx.Client) -> None:
 
 def test_openapi(http: httpx.Client) -> None:
     schema = http.get("/openapi.json").json()
-    assert "/v1/chat/completions" in schema["paths"]
-    assert "422" not in schema["paths"]["/v1/completions"]["post"]["responses"]
+    statuses = {path: set() for path in schema["paths"]}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            for status, response in operation["responses"].items():
+                assert response["content"]
+                statuses[path].add(status)
+    generation = {"200", "400", "401", "404", "413", "500", "503", "default"}
+    assert statuses["/v1/chat/completions"] == statuses["/v1/completions"] == generation
+    assert statuses["/v1/models"] == {"200", "401", "default"}
+    assert statuses["/v1/models/{model}"] == {"200", "401", "404", "default"}
+    assert statuses["/tokenize"] == {"200", "400", "401", "404", "413", "default"}
+    assert statuses["/ready"] == {"200", "503"}
+    assert {"ChatCompletion", "TextCompletion", "ErrorObject"} <= set(
+        schema["components"]["schemas"]
+    )
 
 
 # --- arbitrary bodies -------------------------------------------------------------------------
@@ -572,14 +650,69 @@ BODIES = JSON | st.builds(
 )
 
 
-@settings(
+many = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+PATHS = st.sampled_from(["/v1/chat/completions", "/v1/completions"])
+
+
+@many
 @pytest.mark.usefixtures("pipeline")
-@given(body=BODIES, path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]))
+@given(body=BODIES, path=PATHS)
 def test_any_json(http: httpx.Client, body: Any, path: str) -> None:
-    response = _post(http, body, path)
+    response = post(http, body, path)
     assert response.status_code in (200, 400, 404)
     if response.status_code != 200:
         error = response.json()["error"]
         _check_error(response, response.status_code, error["param"], error["code"])
+
+
+IDS = st.integers(0, 9)
+PLAUSIBLE = {
+    "n": st.integers(1, 3),
+    "stream": st.booleans(),
+    "max_tokens": st.integers(0, 3),
+    "min_tokens": st.integers(0, 2),
+    "stop": st.sampled_from(["x", ["x", "y"]]),
+    "stop_token_ids": st.lists(IDS, max_size=2),
+    "logit_bias": st.dictionaries(IDS.map(str), st.floats(-100, 100), max_size=2),
+    "seed": st.integers(0, 9),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+    "return_token_ids": st.booleans(),
+    "prompt": st.sampled_from(["a", ["a", "b"], [65, 66], [[65], [66, 67]]]),
+    "echo": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 2),
+    "top_logprobs": st.integers(0, 2),
+    "tools": st.sampled_from([[], [_tool("f")], [_tool("f"), _tool("g")]]),
+    "tool_choice": st.sampled_from(["none", "auto", "required", _named("f")]),
+    "continue_final_message": st.booleans(),
+}
+
+
+@many
+@given(fields=st.fixed_dictionaries({}, optional=PLAUSIBLE), path=PATHS)
+def test_answers_are_what_they_are_said_to_be(
+    http: httpx.Client, pipeline: FakePipeline, fields: dict[str, Any], path: str
+) -> None:
+    pipeline.play(obliging)
+    if fields.get("stream"):
+        fields["stream_options"] = {"include_usage": True}
+    response = post(http, CHAT | TEXT | fields, path)
+    assert response.status_code in (200, 400)
+    if response.status_code == 400:
+        return
+    whole, chunk = ANSWERS[path]
+    if not fields.get("stream"):
+        assert whole.validate_python(response.json(), strict=True) == response.json()
+        return
+    *frames, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    for frame in frames:
+        body = json.loads(frame.removeprefix("data: "))
+        assert chunk.validate_python(body, strict=True) == body
+
+
+ANSWERS: dict[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
+    "/v1/chat/completions": (TypeAdapter(ChatCompletion), TypeAdapter(ChatCompletionChunk)),
+    "/v1/completions": (TypeAdapter(TextCompletion), TypeAdapter(TextCompletionChunk)),
+}

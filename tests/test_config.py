@@ -9,6 +9,7 @@ import yaml
 
 from service.app import build, pipeline_options
 from service.config import ConfigError, Settings, parse_settings
+from service.preflight import check
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +26,17 @@ ROOT = Path(__file__).parent.parent
         ({"device": "gpu"}, ["device", "'cpu' or 'cuda'", "got 'gpu'"]),
         ({"drafter": {"kind": "best"}}, ["drafter.kind", "lookup+pdm", "got 'best'"]),
         ({"dtype": "int8", "model": ""}, ["dtype", "float32", "model", "at least 1 character"]),
+        (
+            {"api": {"max_body_bytes": 1023}},
+            ["api.max_body_bytes", "greater than or equal to 1024", "got 1023"],
+        ),
+        ({"api": {"keep_alive_s": 0}}, ["api.keep_alive_s", "greater than 0", "got 0"]),
+        ({"api": {"keep_alive_s": float("inf")}}, ["api.keep_alive_s", "finite number"]),
+        ({"api": {"keys_file": ""}}, ["api.keys_file", "at least 1 character"]),
+        (
+            {"api": {"cors_origins": ["*", "https://a.example.com/"]}},
+            ["api.cors_origins.1", "without a path", "got 'https://a.example.com/'"],
+        ),
     ],
 )
 def test_wrong_settings_are_named(args, words) -> None:
@@ -32,6 +44,34 @@ def test_wrong_settings_are_named(args, words) -> None:
         parse_settings(args)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "api",
+    [
+        {"keys": ["sk-secret"]},
+        {"keys_file": ["sk-secret"]},
+        "sk-secret",
+    ],
+)
+def test_a_key_in_the_wrong_place_is_not_shown(api) -> None:
+    with pytest.raises(ConfigError, match=r"\n  api") as caught:
+        parse_settings({"api": api})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "tauri://localhost"])
+def test_origins(origin) -> None:
+    assert parse_settings({"api": {"cors_origins": [origin]}}).api.cors_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["", "null", "example.com", "https://", "https://A.example.com", "https://*", "https://a/b"],
+)
+def test_what_is_no_origin(origin) -> None:
+    with pytest.raises(ConfigError, match=r"api\.cors_origins\.0"):
+        parse_settings({"api": {"cors_origins": [origin]}})
 
 
 @pytest.mark.parametrize(
@@ -58,6 +98,23 @@ def test_what_can_not_work_is_refused_before_it_is_deployed(
     with pytest.raises(ConfigError) as caught:
         build(args)
     assert message in str(caught.value)
+
+
+def test_an_api_without_its_keys_is_not_deployed(tmp_path, monkeypatch) -> None:
+    """An open server would be worse than none."""
+    config = yaml.safe_load((ROOT / "deployments" / "spd.yaml").read_text())
+    args = config["applications"][0]["args"]
+    args["api"] = {"keys_file": "/nowhere"}
+    file = tmp_path / "keyless.yaml"
+    file.write_text(yaml.safe_dump(config))
+    message = "api.keys_file is '/nowhere', which can't be read: No such file or directory"
+    for deploy in (lambda: build(args), lambda: check(file)):
+        with pytest.raises(ConfigError) as caught:
+            deploy()
+        assert str(caught.value) == message
+    monkeypatch.setenv("SPD_API_KEYS", "")
+    with pytest.raises(ConfigError, match="SPD_API_KEYS is set, but has no key in it"):
+        build({})
 
 
 def test_preflight_says_it_without_a_traceback(tmp_path, default_model) -> None:  # noqa: ARG001

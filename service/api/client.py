@@ -1,15 +1,18 @@
 """What the routes need of the rest of the server: a pipeline and a tokenizer."""
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 from service.api.errors import ApiError
-from service.messages import Delta, Event, Failure, GenerateRequest
+from service.messages import Delta, Event, Failure, GenerateRequest, Grammar, PromptScored
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class PipelineUnavailableError(Exception):
@@ -41,15 +44,44 @@ class ChatTokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    @property
+    def chat_template(self) -> str | None: ...
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The tokens that are never split."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, in which special tokens are left out."""
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """The prompt of a conversation. Raises ValueError, with a message for the client, where the
         model has no chat template or the template refuses the messages."""
 
 
-async def deltas(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Delta, None]:
-    """The tokens of a request, the last with its statistics. Closing it closes `events`.
+class AnswerGrammars(Protocol):
+    """The model's tokens as grammars see them, see `service.text.grammar.Grammars`."""
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises ValueError, with a message for the client, for a grammar that can't be used."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+async def sound(
+    events: AsyncGenerator[Event, None],
+) -> AsyncGenerator[PromptScored | Delta, None]:
+    """The events of a request, the last with its statistics. Closing it closes `events`.
 
     Raises ApiError where the pipeline fails, can't be reached, or stops before the end.
     """
@@ -60,9 +92,42 @@ async def deltas(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Delta, N
                 if isinstance(event, Failure):  # its message is for the operator
                     logger.error("The pipeline failed: %s", event.message)
                     raise ApiError(503, "The pipeline failed; try again.")
-                finished = event.stats is not None
+                finished = isinstance(event, Delta) and event.stats is not None
                 yield event
     except PipelineUnavailableError as error:
         raise ApiError(503, str(error)) from error
     if not finished:
         raise ApiError(500, "The pipeline ended before the text did.")
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """What comes from all streams, as it comes, with the stream's number. The first exception ends
+    all of them, and so does closing it: all are closed when it is over."""
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait((number, item))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    pumps = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(streams)]
+    try:
+        running = len(pumps)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

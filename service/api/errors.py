@@ -49,13 +49,20 @@ class ApiError(Exception):
         }
 
 
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What /openapi.json says of a route's errors. Without `default`, FastAPI would add a 422."""
+    other = {"model": ErrorObject, "description": "Any other error."}
+    return {**{status: {"model": ErrorObject} for status in statuses}, "default": other}
+
+
 def internal_error() -> ApiError:
     """What a client learns of an exception that nobody foresaw: nothing. The log has the rest."""
     return ApiError(500, "Internal server error.")
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Maps every exception that can leave a route to an error object."""
+    """Maps every exception that may leave a route to an error object. The rest, which nobody
+    foresaw, are for `service.api.guard.Unforeseen`."""
 
     @app.exception_handler(ApiError)
     async def known(_: Request, error: ApiError) -> JSONResponse:
@@ -73,11 +80,6 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, _: Exception) -> JSONResponse:
-        # Starlette answers these outside all middleware, which would add the request's id.
-        return JSONResponse(internal_error().body(), 500, headers=request.state.echo)
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:

@@ -12,12 +12,12 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.errors import ApiError, internal_error
-from service.api.replies import Envelope, usage
-from service.messages import Delta
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Payload = Mapping[str, Any]
 
+KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -55,7 +55,7 @@ class EventStream(StreamingResponse):
     """Sends `body`, and closes `source`, which it is made from, when it ends or the client goes."""
 
     def __init__(
-        self, body: AsyncGenerator[bytes, None], source: AsyncGenerator[Delta, None]
+        self, body: AsyncGenerator[bytes, None], source: AsyncGenerator[Payload | None, None]
     ) -> None:
         super().__init__(body, headers=HEADERS)
         self._body = body
@@ -67,43 +67,47 @@ class EventStream(StreamingResponse):
                 await until_disconnect(receive, self.stream_response(send))
 
 
+async def paced(source: AsyncGenerator[T, None], pause_s: float) -> AsyncGenerator[T | None, None]:
+    """What comes from `source`, and None whenever nothing has come for so long. Closing it closes
+    `source`."""
+    async with aclosing(source):
+        while True:
+            step = asyncio.create_task(following(source))
+            try:
+                while not (await asyncio.wait((step,), timeout=pause_s))[0]:
+                    yield None
+            finally:
+                step.cancel()
+                await asyncio.gather(step, return_exceptions=True)
+            if (item := step.result()) is None:
+                return
+            yield item
+
+
+async def following(source: AsyncGenerator[T, None]) -> T | None:
+    """The next item, None behind the last one: a coroutine, which `anext` is not."""
+    return await anext(source, None)
+
+
 async def events(
-    envelope: Envelope, first: Delta, rest: AsyncGenerator[Delta, None], *, with_usage: bool
+    name: str, first: Payload | None, rest: AsyncGenerator[Payload | None, None]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a response: a chunk for each token that lets text out, one for the finish, one
-    for the usage if asked for. A failure is an event too, since the status has been sent.
-    """
+    """The events of a response, each from a chunk, and a comment from None. A failure is an event
+    too, since the status has been sent. `name` is that of the response, for the log."""
     try:
-        async for chunk in _chunks(envelope, first, rest, with_usage):
+        yield _event(first)
+        async for chunk in rest:
             yield _event(chunk)
     except ApiError as error:
         yield _event(error.body())
     except Exception:
-        logger.exception("The stream of %s broke", envelope.id)
+        logger.exception("The stream of %s broke", name)
         yield _event(internal_error().body())
     yield DONE
 
 
-async def _chunks(
-    envelope: Envelope, first: Delta, rest: AsyncGenerator[Delta, None], with_usage: bool
-) -> AsyncGenerator[dict[str, Any], None]:
-    reply = envelope.reply
-    name = reply.chunk_object
-    # OpenAI: if usage is asked for, every chunk has it, null in all but the last.
-    more: dict[str, Any] = {"usage": None} if with_usage else {}
-    if (opening := reply.opening()) is not None:
-        yield envelope.wrap(name, [opening], **more)
-    delta: Delta | None = first
-    while delta is not None:
-        if delta.text:
-            yield envelope.wrap(name, [reply.piece(delta.text)], **more)
-        if delta.finish_reason is not None:
-            yield envelope.wrap(name, [reply.finish(delta.finish_reason)], **more)
-        if with_usage and delta.stats is not None:
-            yield envelope.wrap(name, [], usage=usage(delta.stats))
-        delta = await anext(rest, None)
-
-
-def _event(payload: Mapping[str, Any]) -> bytes:
+def _event(payload: Payload | None) -> bytes:
+    if payload is None:
+        return KEEP_ALIVE
     # ASCII alone: some clients take U+2028 and U+0085 for ends of lines.
     return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
