@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from service.messages import Delta, Failure, Stopping
-from tests.api_server import CHAT, MAX_LEN, MODEL, TEXT, WAIT_S, post
+from tests.api_server import CHAT, MAX_LEN, MODEL, TEXT, WAIT_S, access_log, post
 from tests.fake_pipeline import STATS, FakePipeline, Gate, Hang, text
 
 STEP = 0x9E3779B97F4A7C15
@@ -139,6 +139,15 @@ def test_usage_counts_a_prompt_once(http: httpx.Client, pipeline: FakePipeline) 
         },
         "prompt_tokens_details": {"cached_tokens": 2 * STATS.cached},
     }
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_usage_is_logged(http: httpx.Client, pipeline: FakePipeline, stream: bool) -> None:
+    pipeline.play(text("a", "b"), text("c"))
+    with access_log() as log:
+        post(http, TEXT | {"n": 2, "stream": stream})
+        entry = log.next()
+    assert (entry["prompt_tokens"], entry["completion_tokens"]) == (2, 3)
 
 
 @pytest.mark.parametrize("final", [True, False])

@@ -196,6 +196,14 @@ async def test_paced() -> None:
     assert source.closed
 
 
+async def test_paced_closes_its_source() -> None:
+    source = Source("a", "b")
+    async with aclosing(paced(source.stream(), 60)) as items:
+        assert await anext(items) == "a"
+        assert not source.closed
+    assert source.closed
+
+
 async def test_paced_closes_a_source_that_is_waited_for() -> None:
     source = Source("a", Hang)
     async with aclosing(paced(source.stream(), 0.001)) as items:

@@ -148,6 +148,15 @@ def test_a_call_cut_short_is_text(http: httpx.Client, pipeline: FakePipeline) ->
     assert "tool_calls" not in choice["message"]
 
 
+def test_a_call_that_lacks_its_last_bracket(http: httpx.Client, pipeline: FakePipeline) -> None:
+    pipeline.play(text(NOW.split("}\n")[0]))
+    for body in (CHAT | TOOLS, CHAT | TOOLS | STREAM):
+        response = post(http, body)
+        choices = _choices(response) if "stream" in body else response.json()["choices"]
+        assert choices[-1]["finish_reason"] == "tool_calls"
+        assert '"name":"clock"' in response.text or '"name":"clock"' in response.text
+
+
 def test_length_stays_the_reason(http: httpx.Client, pipeline: FakePipeline) -> None:
     pipeline.play(text(NOW, " and", reason="length"))
     choice = post(http, CHAT | TOOLS).json()["choices"][0]

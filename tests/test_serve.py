@@ -1,6 +1,7 @@
 """The default deployment over real Ray Serve and real HTTP, as its users meet it."""
 
 import asyncio
+import json
 import re
 import time
 
@@ -142,6 +143,82 @@ def test_unseeded_sampling(client) -> None:
         model=MODEL, messages=FRANCE, temperature=0.8, top_p=0.9, max_tokens=24
     )
     assert answer.choices[0].message.content
+
+
+def test_json_of_a_schema(client) -> None:
+    """Constrained at verification and in the draft, over actors."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "fruits": {"type": "array", "items": {"enum": ["apple", "pear"]}, "maxItems": 2},
+            "ripe": {"type": "boolean"},
+        },
+        "required": ["fruits", "ripe"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Name two fruits as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "f", "schema": schema}},
+        max_tokens=60,
+    )
+    found = json.loads(answer.choices[0].message.content)
+    assert set(found) == {"fruits", "ripe"}
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
+def test_a_tool_that_must_be_called(client) -> None:
+    city = {"type": "string", "maxLength": 20}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    function = {"name": "get_weather", "parameters": parameters | {"additionalProperties": False}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_conversation_goes_on_in_its_slot(client) -> None:
+    first = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
+    turns = [
+        *FRANCE,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And of Spain?"},
+    ]
+    second = client.chat.completions.create(
+        model=MODEL, messages=turns, temperature=0, max_tokens=8
+    )
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens < cached < second.usage.prompt_tokens
+    assert "Madrid" in second.choices[0].message.content
+
+
+def test_log_probabilities_and_penalties(client) -> None:
+    plain, penalised = (
+        client.chat.completions.create(
+            model=MODEL,
+            messages=FRANCE,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=2,
+            max_tokens=8,
+            **more,
+        )
+        for more in ({}, {"logit_bias": {"504": -100}, "presence_penalty": 1.0})
+    )
+    for answer in (plain, penalised):
+        for token in answer.choices[0].logprobs.content:
+            assert token.logprob <= token.top_logprobs[0].logprob <= 0
+    assert plain.choices[0].logprobs.content[0].token == "The"
+    assert penalised.choices[0].message.content != PARIS
 
 
 @pytest.mark.parametrize("stream", [True, False])
