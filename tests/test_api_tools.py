@@ -154,7 +154,7 @@ def test_a_call_that_lacks_its_last_bracket(http: httpx.Client, pipeline: FakePi
         response = post(http, body)
         choices = _choices(response) if "stream" in body else response.json()["choices"]
         assert choices[-1]["finish_reason"] == "tool_calls"
-        assert '"name":"clock"' in response.text or '"name":"clock"' in response.text
+        assert '"name":"clock"' in response.text
 
 
 def test_length_stays_the_reason(http: httpx.Client, pipeline: FakePipeline) -> None:
@@ -200,7 +200,7 @@ def test_tools_are_rendered(
     http: httpx.Client, pipeline: FakePipeline, fake_tokenizer: FakeTokenizer
 ) -> None:
     assert post(http, CHAT | {"tools": [WEATHER, CLOCK | {"x": 1}]}).status_code == 200
-    parameters = {"type": "object", "properties": {}}
+    parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     clock = {"type": "function", "function": {"name": "clock", "parameters": parameters}}
     assert fake_tokenizer.rendered["tools"] == [WEATHER, clock]
     assert pipeline.requests[0].grammar is None
@@ -240,22 +240,24 @@ def test_calls_in_the_past(
     call = {"id": "a", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
     messages: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "?"}], "name": "ann"},
+        {"role": "user", "content": "-", "tool_calls": [call]},
         {"role": "assistant", "tool_calls": [call], "refusal": None},
-        {"role": "tool", "tool_call_id": "a", "content": "noon"},
-        {"role": "assistant", "content": "Noon.", "tool_calls": None},
+        {"role": "tool", "tool_call_id": "a", "content": "12"},
+        {"role": "assistant", "content": ".", "tool_calls": None},
         {"role": "user", "content": "!"},
     ]
     assert post(http, CHAT | {"messages": messages}).status_code == 200
     function = {"name": "clock", "arguments": {"zone": "CET"}}
     assert fake_tokenizer.rendered["messages"] == [
         {"role": "user", "name": "ann", "content": "?"},
+        {"role": "user", "content": "-"},
         {
             "role": "assistant",
             "content": "",
             "tool_calls": [{"id": "a", "type": "function", "function": function}],
         },
-        {"role": "tool", "tool_call_id": "a", "content": "noon"},
-        {"role": "assistant", "content": "Noon."},
+        {"role": "tool", "tool_call_id": "a", "content": "12"},
+        {"role": "assistant", "content": "."},
         {"role": "user", "content": "!"},
     ]
     assert pipeline.requests

@@ -12,6 +12,7 @@ from service.api.protocol import ChatBody
 from service.messages import Grammar
 from service.text.tools import ToolFormat, ToolParser
 
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
@@ -88,5 +89,5 @@ def _plain(tool: Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.function.name}
     if tool.function.description is not None:
         function["description"] = tool.function.description
-    function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+    function["parameters"] = tool.function.parameters or NOTHING
     return {"type": "function", "function": function}

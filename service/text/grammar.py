@@ -186,10 +186,10 @@ def _convert(tokenizer: Tokenizer, vocab_size: int, end_ids: list[int]) -> LLTok
     """Raises ValueError with the reason if llguidance can't use a tokenizer."""
     if not end_ids:
         raise ValueError("it names no end token")
-    backend = getattr(tokenizer._hf, "backend_tokenizer", None)
-    if backend is None:
+    text = tokenizer.to_json()
+    if text is None:
         raise ValueError("its tokenizer has no tokenizer.json and can't be converted")
-    return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=end_ids)
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=end_ids)
 
 
 def _lark(grammar: Grammar) -> str:

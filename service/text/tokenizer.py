@@ -1,6 +1,7 @@
 """The tokenizer of a target: text and chats to token ids, ids to text. Needs no network."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -93,6 +94,16 @@ class Tokenizer:
         text: str = self._hf.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return text
+
+    def to_json(self) -> str | None:
+        """What tokenizer.json holds, without a limit of length; None for kinds that have none."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        backend = copy(backend)
+        backend.no_truncation()
+        text: str = backend.to_str()
         return text
 
     @property
