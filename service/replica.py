@@ -36,7 +36,9 @@ class Pipeline:
         log.info(
             "Building %s: %d stages, cut at layers %s", settings.name, spec.stages, spec.bounds
         )
-        self._untrained = blueprint.with_drafter and blueprint.checkpoint is None
+        self._untrained = (
+            blueprint.with_drafter and blueprint.checkpoint is None and spec.emulation is None
+        )
         if self._untrained:
             log.warning(
                 "No PDM comes with the project for this model and %d stages, and "

@@ -8,10 +8,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from service.messages import CyclePlan, CycleResult
-from service.pdm.drafter import Drafter
+from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.graph import GraphError
-from service.pipeline.stage import Stage
 
 
 class LocalGraph:
@@ -19,8 +18,9 @@ class LocalGraph:
 
     def __init__(self, blueprint: Blueprint) -> None:
         spec = blueprint.spec
-        self.stages = [Stage(spec, k, blueprint.draft_ids) for k in range(spec.stages)]
-        self.drafter = Drafter(spec, blueprint.checkpoint) if blueprint.with_drafter else None
+        stage, drafter = stage_class(spec), drafter_class(spec)
+        self.stages = [stage(spec, k, blueprint.draft_ids) for k in range(spec.stages)]
+        self.drafter = drafter(spec, blueprint.checkpoint) if blueprint.with_drafter else None
         self._threads = ThreadPoolExecutor(spec.stages + 1, thread_name_prefix="spd-stage")
 
     def run(self, plan: CyclePlan) -> CycleResult:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from service.config import PipelineSettings
 from service.messages import CyclePlan, CycleResult, DraftReport, StageReport
-from service.pdm.drafter import Drafter
 from service.pdm.features import stage_anchors
+from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.graph import GraphError
-from service.pipeline.stage import Stage
 
 log = logging.getLogger(__name__)
 logging.getLogger("ray.dag").setLevel(logging.WARNING)
@@ -36,7 +35,7 @@ def buffer_bytes(blueprint: Blueprint, chunk: int) -> int:
     """The largest message: a prompt chunk with its taps, the drafts' q, or a plan or report."""
     spec = blueprint.spec
     taps = max(len(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages))
-    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.config.hidden_size
+    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.hidden_size
     distributions = spec.slots * blueprint.draft_vocabulary
     plain = _ADMISSION_BYTES + (chunk + spec.slots) * _LOGPROBS_BYTES
     return max(max(hidden, distributions) * _FLOAT_BYTES, plain) + _ENVELOPE_BYTES
@@ -66,10 +65,8 @@ class _Actor:
         return report
 
 
-class _StageActor(_Actor, Stage): ...
-
-
-class _DrafterActor(_Actor, Drafter): ...
+def _as_actor(cls: type) -> type:
+    return type(f"{cls.__name__}Actor", (_Actor, cls), {})
 
 
 def wire(stages: Sequence[Any], drafter: Any, transport: str) -> MultiOutputNode:
@@ -128,12 +125,14 @@ class RayGraph:
                 )
             return ray.remote(cls).options(**chosen).remote(buffers, *args)
 
+        stage = _as_actor(stage_class(spec))
         self.stages = [
-            actor(_StageActor, 1 + k, spec, k, blueprint.draft_ids) for k in range(spec.stages)
+            actor(stage, 1 + k, spec, k, blueprint.draft_ids) for k in range(spec.stages)
         ]
         self.drafter = None
         if blueprint.with_drafter:
-            self.drafter = actor(_DrafterActor, 1 + spec.stages, spec, blueprint.checkpoint)
+            drafter = _as_actor(drafter_class(spec))
+            self.drafter = actor(drafter, 1 + spec.stages, spec, blueprint.checkpoint)
         self._graph: Any = None
         try:
             ray.get([a.__ray_ready__.remote() for a in self._actors])
