@@ -75,13 +75,15 @@ class _Emulated:
         self._admissions: dict[int, Admission] = {}
 
     def _take(self, plan: CyclePlan) -> None:
-        self._admissions.update((a.slot, a) for a in plan.admitted)
+        for admission in plan.admitted:
+            self._admissions[admission.slot] = admission
 
     def _wait(self, began: float, seconds: float) -> float:
         """Works until so long after `began`, then sends; returns how long the work took."""
         wait_until(began + seconds)
         done = time.perf_counter()
-        wait_until(done + self._emulation.link_s)
+        if self._emulation.link_s:
+            wait_until(done + self._emulation.link_s)
         return done - began
 
 
@@ -92,6 +94,7 @@ class EmulatedStage(_Emulated):
         super().__init__(spec)
         self.index, self.is_last = index, index == spec.stages - 1
         self._taps = len(stage_anchors(spec.anchors, spec.bounds, index))
+        self._outputs: dict[int, Tensor] = {}  # by number of rows
         self.inbox: Tensor | None = None
         self.q: Tensor | None = None
         self._report = StageReport(0.0)
@@ -108,14 +111,22 @@ class EmulatedStage(_Emulated):
             self._report = StageReport(time.perf_counter() - began)
             return None
         assert self.index == 0 or self.inbox is not None, "rows are planned that no stage has sent"
-        count = sum(r.count for r in rows)
-        size = self._emulation.hidden_size
-        out = torch.zeros(1 + self._taps, count, size, dtype=self._dtype)
-        verdicts = tuple(map(self._verdict, plan.verify)) if self.is_last else ()
-        scored = tuple(Scored(s.slot, (_CERTAIN,) * len(s.next_ids)) for s in plan.scores)
+        out = self._output(sum([r.count for r in rows]))
+        verdicts: tuple[Verdict, ...] = ()
+        scored: tuple[Scored, ...] = ()
+        if self.is_last:
+            verdicts = tuple(map(self._verdict, plan.verify))
+            scored = tuple(Scored(s.slot, (_CERTAIN,) * len(s.next_ids)) for s in plan.scores)
         seconds = self._wait(began, self._emulation.stage_s)
-        self._report = StageReport(seconds, verdicts, scored if self.is_last else ())
+        self._report = StageReport(seconds, verdicts, scored)
         return out
+
+    def _output(self, rows: int) -> Tensor:
+        """[1 + taps, R, H]. A device makes it while it works; here it is made once."""
+        if rows not in self._outputs:
+            size = self._emulation.hidden_size
+            self._outputs[rows] = torch.zeros(1 + self._taps, rows, size, dtype=self._dtype)
+        return self._outputs[rows]
 
     def accept(self, _plan: CyclePlan, upstream: Tensor | None) -> None:
         """The upstream stage's rows [1 + taps, R, H]."""
