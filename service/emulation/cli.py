@@ -57,7 +57,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graphs", type=_list(str), default="local", help="local, ray or both (%(default)s)")
     add("--layers", type=int, default=32, help="of the target: they say what is tapped")
     add("--hidden-size", type=int, default=2560, help="of the target (%(default)s)")
-    add("--dtype", default="bfloat16", help="of the hidden states that travel (%(default)s)")
+    dtypes = ("float32", "bfloat16", "float16")
+    add(
+        "--dtype",
+        choices=dtypes,
+        default="bfloat16",
+        help="of the hidden states that travel (%(default)s)",
+    )
     add("--tokens", type=int, default=128, help="decoded in a run (%(default)s)")
     add("--runs", type=int, default=5, help="of each pipeline (%(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of emulation.json and emulation.png")
@@ -73,6 +79,9 @@ def make_setups(options: argparse.Namespace) -> list[Setup]:
             raise ValueError(f"{name} has {len(value)} numbers for {len(widths)} --widths")
     if not all(1 <= width <= options.layers for width in widths):
         raise ValueError(f"--widths: a stage needs one of the {options.layers} layers at least")
+    for graph in options.graphs:
+        if graph not in ("local", "ray"):
+            raise ValueError(f"--graphs: {graph!r} is neither local nor ray")
     if not all(0 <= rate <= 1 for rate in options.acceptance):
         raise ValueError("--acceptance: a rate is between 0 and 1")
     if min(*stage_ms, *draft_ms, *options.link_ms) < 0 or min(stage_ms) == 0:
