@@ -94,6 +94,8 @@ class Pipeline:
         drafter, stages = self._settings.drafter, self._settings.pipeline.stages
         if stages == 1 and drafter.kind != "off":
             return "off (one stage: nothing to fill)"
+        if self._settings.emulated is not None:
+            return f"{drafter.kind} (emulated devices: the text is nonsense)"
         if self._engine.draft_error is not None:
             return f"{drafter.kind} (the PDM fails: {self._engine.draft_error})"
         if self._untrained:
