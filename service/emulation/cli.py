@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         records = run(setups, options.tokens, options.runs)
-        sys.stdout.write(table(records))
+        sys.stdout.write(f"{table(records)}\n{circumstances()}\n")
         if options.out is not None:
             write(records, options.out)
     except (ConfigError, GraphError) as error:
@@ -132,19 +132,24 @@ def _cluster(width: int) -> Iterator[None]:
         ray.shutdown()
 
 
+def circumstances() -> str:
+    """What the times depend on beside the options."""
+    versions = [f"{name} {version(name)}" for name in ("spd-serve", "ray", "torch")]
+    return ", ".join(
+        [
+            f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+            f"Python {platform.python_version()}",
+            *versions,
+        ]
+    )
+
+
 def write(records: Sequence[Record], folder: Path) -> None:
     """Raises ConfigError where matplotlib is missing; the numbers are written by then."""
     from service.emulation.plot import draw
 
     folder.mkdir(parents=True, exist_ok=True)
-    results = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("spd-serve", "ray", "torch")},
-        },
-        "records": [record.figures() for record in records],
-    }
+    results = {"measured_on": circumstances(), "records": [r.figures() for r in records]}
     (folder / "emulation.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(records, folder / "emulation.png")
 
