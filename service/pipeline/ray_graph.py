@@ -69,8 +69,11 @@ def _as_actor(cls: type) -> type:
     return type(f"{cls.__name__}Actor", (_Actor, cls), {})
 
 
-def wire(stages: Sequence[Any], drafter: Any, transport: str) -> MultiOutputNode:
-    """The nodes of one cycle, over actor handles; `drafter` may be None.
+def wire(
+    stages: Sequence[Any], drafter: Any, tapped: Sequence[bool], transport: str
+) -> MultiOutputNode:
+    """The nodes of one cycle, over actor handles; `drafter` may be None. It is sent what `tapped`
+    stages put out: of many stages most have no anchor.
 
     Each actor first runs `forward` (or `draft`), which depends on the plan alone: all run at once.
     What other actors read leaves by a `send` of its own, and each `accept` takes one such
@@ -81,18 +84,23 @@ def wire(stages: Sequence[Any], drafter: Any, transport: str) -> MultiOutputNode
     with InputNode() as plan:
         forwards = [stage.forward.bind(plan) for stage in stages]
         draft = drafter.draft.bind(plan) if drafter else None
-        read = len(stages) if drafter else len(stages) - 1  # nobody else reads the last one
+        taps = [drafter is not None and tap for tap in tapped]
         sent = [
             stage.send.bind(forward).with_tensor_transport(transport)
-            for stage, forward in zip(stages[:read], forwards, strict=False)
+            for stage, forward in zip(stages[:-1], forwards, strict=False)
         ]
+        if taps[-1]:  # nobody else reads the last one
+            sent.append(stages[-1].send.bind(forwards[-1]).with_tensor_transport(transport))
         done: list[list[Any]] = [[forward] for forward in forwards]
         for k, upstream in enumerate(sent[: len(stages) - 1], start=1):
             done[k].append(stages[k].accept.bind(plan, upstream))
         if drafter:
             q = drafter.send.bind(draft).with_tensor_transport(transport)
             done[-1].append(stages[-1].accept_q.bind(plan, q))
-            done.append([draft, *(drafter.accept.bind(plan, k, s) for k, s in enumerate(sent))])
+            accepts = [
+                drafter.accept.bind(plan, k, sent[k] if tap else None) for k, tap in enumerate(taps)
+            ]
+            done.append([draft, *accepts])
         actors = [*stages, *([drafter] if drafter else [])]
         return MultiOutputNode(
             [actor.report_after.bind(*nodes) for actor, nodes in zip(actors, done, strict=True)]
@@ -136,7 +144,9 @@ class RayGraph:
         self._graph: Any = None
         try:
             ray.get([a.__ray_ready__.remote() for a in self._actors])
-            cycle = wire(self.stages, self.drafter, "nccl" if spec.device == "cuda" else "shm")
+            taps = [bool(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages)]
+            transport = "nccl" if spec.device == "cuda" else "shm"
+            cycle = wire(self.stages, self.drafter, taps, transport)
             # Plan c+1 is a function of result c, so one execution is outstanding.
             self._graph = cycle.experimental_compile(_max_inflight_executions=1)
         except Exception as error:  # compiling raises what it likes
