@@ -126,6 +126,26 @@ class ApiSettings(_Section):
     )
 
 
+class EmulatedSettings(_Section):
+    """Devices that wait instead of computing, for load tests and planning: no weights are read,
+    and the text is nonsense of the right length."""
+
+    stage_ms: float = Field(
+        gt=0, allow_inf_nan=False, description="What a cycle takes of a stage that has rows."
+    )
+    draft_ms: float = Field(ge=0, allow_inf_nan=False, description="The same of the PDM.")
+    link_ms: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long what a stage or the PDM sends is on its way.",
+    )
+    acceptance: float = Field(ge=0, le=1, description="Share of the PDM's drafts that are right.")
+    hidden_size: int | None = Field(
+        None, ge=1, description="Numbers in a hidden state, as they travel. Unset: the model's."
+    )
+
+
 class Settings(_Section):
     """One deployment: a model, its pipeline, its drafter and its API."""
 
@@ -137,13 +157,27 @@ class Settings(_Section):
     served_model_name: str | None = Field(
         None, min_length=1, description="The name that clients ask for. Unset: as `model`."
     )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Where stages and PDM run.")
+    device: Literal["cpu", "cuda", "emulated"] = Field(
+        "cpu", description="Where stages and PDM run. `emulated`: nowhere, they wait."
+    )
+    emulated: EmulatedSettings | None = Field(
+        None, description="With `device: emulated`, and only then: what to wait for."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the weights and of the arithmetic."
     )
     pipeline: PipelineSettings = PipelineSettings()
     drafter: DrafterSettings = DrafterSettings()
     api: ApiSettings = ApiSettings()
+
+    @model_validator(mode="after")
+    def _emulated_is_meant(self) -> Self:
+        if (self.emulated is not None) != (self.device == "emulated"):
+            raise ValueError(
+                f"device is {self.device!r}, and the section `emulated` is "
+                f"{'missing' if self.emulated is None else 'there'}; give both or neither"
+            )
+        return self
 
     @property
     def name(self) -> str:

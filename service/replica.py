@@ -36,7 +36,9 @@ class Pipeline:
         log.info(
             "Building %s: %d stages, cut at layers %s", settings.name, spec.stages, spec.bounds
         )
-        self._untrained = blueprint.with_drafter and blueprint.checkpoint is None
+        self._untrained = (
+            blueprint.with_drafter and blueprint.checkpoint is None and spec.emulation is None
+        )
         if self._untrained:
             log.warning(
                 "No PDM comes with the project for this model and %d stages, and "
@@ -92,6 +94,8 @@ class Pipeline:
         drafter, stages = self._settings.drafter, self._settings.pipeline.stages
         if stages == 1 and drafter.kind != "off":
             return "off (one stage: nothing to fill)"
+        if self._settings.emulated is not None:
+            return f"{drafter.kind} (emulated devices: the text is nonsense)"
         if self._engine.draft_error is not None:
             return f"{drafter.kind} (the PDM fails: {self._engine.draft_error})"
         if self._untrained:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import ray
@@ -163,13 +164,16 @@ class Wired:
     def report_after(self, *done): ...
 
 
-def schedules(stages: int, with_drafter: bool) -> dict[str, list[str]]:
+def schedules(
+    stages: int, with_drafter: bool, tapped: Callable[[int], bool]
+) -> dict[str, list[str]]:
     """In what order each actor reads, computes and writes, by Ray's own scheduler, as if the edges
     were NCCL's (which Ray refuses to compile without GPUs)."""
     actors = [Wired.remote() for _ in range(stages + with_drafter)]
     names = {a._ray_actor_id: f"stage {k}" for k, a in enumerate(actors[:stages])}
     names |= {a._ray_actor_id: "drafter" for a in actors[stages:]}
-    output = wire(actors[:stages], actors[stages] if with_drafter else None, "nccl")
+    drafter = actors[stages] if with_drafter else None
+    output = wire(actors[:stages], drafter, [tapped(k) for k in range(stages)], "nccl")
     nodes: list = []
 
     def collect(node):
@@ -222,10 +226,16 @@ def schedules(stages: int, with_drafter: bool) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("with_drafter", [True, False])
+@pytest.mark.parametrize("tapped", [lambda _: True, lambda k: k % 3 == 0], ids=["all", "some"])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_on_gpus_all_forwards_come_before_any_message(cluster, stages, with_drafter) -> None:  # noqa: ARG001
+def test_on_gpus_all_forwards_come_before_any_message(
+    cluster,  # noqa: ARG001
+    stages,
+    with_drafter,
+    tapped,
+) -> None:
     """Stages that wait for each other's messages before they compute would run one by one."""
-    made = schedules(stages, with_drafter)
+    made = schedules(stages, with_drafter, tapped)
     assert len(made) == stages + with_drafter
     for name, operations in made.items():
         first = "draft" if name == "drafter" else "forward"

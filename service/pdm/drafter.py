@@ -24,7 +24,7 @@ from service.pdm.checkpoint import (
     load_tensors,
     untrained_pdm,
 )
-from service.pdm.features import depth_types
+from service.pdm.features import depth_types, stage_anchors
 from service.pdm.module import CachedPDM
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import EMBEDDING, WeightReader
@@ -68,6 +68,9 @@ class Drafter:
         self._texts = SlotTexts(folder, vocabulary, slots, max_len, device, self.pdm.draft_ids)
         self._left = torch.zeros(slots, max_len, config.hidden_size, dtype=dtype, device=device)
         self._types = depth_types(spec.anchors, spec.bounds)
+        self._tapped = [
+            bool(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages)
+        ]
         self._in_flight = self._behind = self._nothing()
         self._report = DraftReport(0.0)
 
@@ -104,13 +107,15 @@ class Drafter:
 
     @torch.inference_mode()
     def accept(self, plan: CyclePlan, stage: int, output: Tensor | None) -> None:
-        """Takes the taps of a stage's rows [1 + taps, R, H] (None without rows), for the next
-        cycle."""
+        """Takes the taps of a stage's rows [1 + taps, R, H] (None without rows, or where the stage
+        has no anchor), for the next cycle."""
         for r, at in spans(plan.stages[stage]):
-            assert output is not None
             known = self._embed(plan, r)[:, None] if stage == 0 else self._behind[stage][r]
-            taps = output[1:, at].transpose(0, 1)  # [count, taps, H]
-            self._in_flight[stage + 1][r] = torch.cat([known, taps], dim=1)
+            if self._tapped[stage]:
+                assert output is not None
+                taps = output[1:, at].transpose(0, 1)  # [count, taps, H]
+                known = torch.cat([known, taps], dim=1)
+            self._in_flight[stage + 1][r] = known
 
     def _draft(self, order: DraftOrder, logits: Tensor) -> tuple[Proposal, Tensor | None]:
         """A draft from the PDM's logits [D], and its q where it was drawn from one."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from service.config import ConfigError, Settings
+from service.config import ConfigError, EmulatedSettings, Settings
 from service.pdm.checkpoint import (
     PdmConfig,
     check_fits,
@@ -17,7 +17,7 @@ from service.pdm.checkpoint import (
 )
 from service.pdm.features import default_anchors
 from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
-from service.pipeline.spec import ActorSpec
+from service.pipeline.spec import ActorSpec, Emulation
 from service.target import check_context, load_target_config, resolve_target
 
 SHIPPED = Path(__file__).parents[2] / "deployments"  # the PDMs that come with the project
@@ -35,6 +35,13 @@ class Blueprint:
     @property
     def with_drafter(self) -> bool:
         return self.draft_ids is not None
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the hidden states that travel."""
+        emulation = self.spec.emulation
+        size: int = self.config.hidden_size if emulation is None else emulation.hidden_size
+        return size
 
     @property
     def draft_vocabulary(self) -> int:
@@ -69,7 +76,9 @@ def make_blueprint(settings: Settings) -> Blueprint:
     )
     anchors: tuple[int, ...] = ()
     draft_ids = None
-    checkpoint = find_checkpoint(settings, folder, config, bounds) if settings.runs_pdm else None
+    checkpoint = None
+    if settings.runs_pdm and settings.emulated is None:
+        checkpoint = find_checkpoint(settings, folder, config, bounds)
     if checkpoint is not None:
         made_for = PdmConfig.read(checkpoint)
         anchors = made_for.anchors
@@ -86,8 +95,25 @@ def make_blueprint(settings: Settings) -> Blueprint:
         dtype=settings.dtype,
         device=settings.device,
         threads=pipeline.threads,
+        emulation=make_emulation(settings.emulated, config, draft_ids),
     )
     return Blueprint(spec, config, None if checkpoint is None else str(checkpoint), draft_ids)
+
+
+def make_emulation(
+    settings: EmulatedSettings | None, config: PretrainedConfig, draft_ids: Tensor | None
+) -> Emulation | None:
+    if settings is None:
+        return None
+    return Emulation(
+        stage_s=settings.stage_ms / 1000,
+        draft_s=settings.draft_ms / 1000,
+        link_s=settings.link_ms / 1000,
+        acceptance=settings.acceptance,
+        hidden_size=settings.hidden_size or config.hidden_size,
+        vocabulary=config.vocab_size,
+        draft_vocabulary=0 if draft_ids is None else len(draft_ids),
+    )
 
 
 def find_checkpoint(

@@ -5,13 +5,15 @@ lock inside its kernels, so the stages do run at once.
 """
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from torch import Tensor
 
 from service.messages import CyclePlan, CycleResult
-from service.pdm.drafter import Drafter
+from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint
+from service.pipeline.crew import Crew
 from service.pipeline.graph import GraphError
-from service.pipeline.stage import Stage
 
 
 class LocalGraph:
@@ -19,20 +21,22 @@ class LocalGraph:
 
     def __init__(self, blueprint: Blueprint) -> None:
         spec = blueprint.spec
-        self.stages = [Stage(spec, k, blueprint.draft_ids) for k in range(spec.stages)]
-        self.drafter = Drafter(spec, blueprint.checkpoint) if blueprint.with_drafter else None
-        self._threads = ThreadPoolExecutor(spec.stages + 1, thread_name_prefix="spd-stage")
+        stage, drafter = stage_class(spec), drafter_class(spec)
+        self.stages = [stage(spec, k, blueprint.draft_ids) for k in range(spec.stages)]
+        self.drafter = drafter(spec, blueprint.checkpoint) if blueprint.with_drafter else None
+        self._crew: Crew[Tensor | None] = Crew(spec.stages + blueprint.with_drafter, "spd-stage")
 
     def run(self, plan: CyclePlan) -> CycleResult:
         began = time.perf_counter()
         try:
-            forwards = [self._threads.submit(stage.forward, plan) for stage in self.stages]
-            q = self._threads.submit(self.drafter.draft, plan) if self.drafter else None
-            outputs = [forward.result() for forward in forwards]
+            tasks = [partial(stage.forward, plan) for stage in self.stages]
+            if self.drafter:
+                tasks.append(partial(self.drafter.draft, plan))
+            outputs = self._crew.run(tasks)
             for stage, upstream in zip(self.stages[1:], outputs, strict=False):
                 stage.accept(plan, upstream)
-            if self.drafter and q:
-                self.stages[-1].accept_q(plan, q.result())
+            if self.drafter:
+                self.stages[-1].accept_q(plan, outputs.pop())
                 for k, output in enumerate(outputs):
                     self.drafter.accept(plan, k, output)
         except Exception as error:
@@ -46,4 +50,4 @@ class LocalGraph:
         )
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._crew.close()

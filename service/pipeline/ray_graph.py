@@ -17,11 +17,10 @@ from torch import Tensor
 
 from service.config import PipelineSettings
 from service.messages import CyclePlan, CycleResult, DraftReport, StageReport
-from service.pdm.drafter import Drafter
 from service.pdm.features import stage_anchors
+from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.graph import GraphError
-from service.pipeline.stage import Stage
 
 log = logging.getLogger(__name__)
 logging.getLogger("ray.dag").setLevel(logging.WARNING)
@@ -36,7 +35,7 @@ def buffer_bytes(blueprint: Blueprint, chunk: int) -> int:
     """The largest message: a prompt chunk with its taps, the drafts' q, or a plan or report."""
     spec = blueprint.spec
     taps = max(len(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages))
-    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.config.hidden_size
+    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.hidden_size
     distributions = spec.slots * blueprint.draft_vocabulary
     plain = _ADMISSION_BYTES + (chunk + spec.slots) * _LOGPROBS_BYTES
     return max(max(hidden, distributions) * _FLOAT_BYTES, plain) + _ENVELOPE_BYTES
@@ -66,14 +65,15 @@ class _Actor:
         return report
 
 
-class _StageActor(_Actor, Stage): ...
+def _as_actor(cls: type) -> type:
+    return type(f"{cls.__name__}Actor", (_Actor, cls), {})
 
 
-class _DrafterActor(_Actor, Drafter): ...
-
-
-def wire(stages: Sequence[Any], drafter: Any, transport: str) -> MultiOutputNode:
-    """The nodes of one cycle, over actor handles; `drafter` may be None.
+def wire(
+    stages: Sequence[Any], drafter: Any, tapped: Sequence[bool], transport: str
+) -> MultiOutputNode:
+    """The nodes of one cycle, over actor handles; `drafter` may be None. It is sent what `tapped`
+    stages put out: of many stages most have no anchor.
 
     Each actor first runs `forward` (or `draft`), which depends on the plan alone: all run at once.
     What other actors read leaves by a `send` of its own, and each `accept` takes one such
@@ -84,18 +84,23 @@ def wire(stages: Sequence[Any], drafter: Any, transport: str) -> MultiOutputNode
     with InputNode() as plan:
         forwards = [stage.forward.bind(plan) for stage in stages]
         draft = drafter.draft.bind(plan) if drafter else None
-        read = len(stages) if drafter else len(stages) - 1  # nobody else reads the last one
+        taps = [drafter is not None and tap for tap in tapped]
         sent = [
             stage.send.bind(forward).with_tensor_transport(transport)
-            for stage, forward in zip(stages[:read], forwards, strict=False)
+            for stage, forward in zip(stages[:-1], forwards, strict=False)
         ]
+        if taps[-1]:  # nobody else reads the last one
+            sent.append(stages[-1].send.bind(forwards[-1]).with_tensor_transport(transport))
         done: list[list[Any]] = [[forward] for forward in forwards]
         for k, upstream in enumerate(sent[: len(stages) - 1], start=1):
             done[k].append(stages[k].accept.bind(plan, upstream))
         if drafter:
             q = drafter.send.bind(draft).with_tensor_transport(transport)
             done[-1].append(stages[-1].accept_q.bind(plan, q))
-            done.append([draft, *(drafter.accept.bind(plan, k, s) for k, s in enumerate(sent))])
+            accepts = [
+                drafter.accept.bind(plan, k, sent[k] if tap else None) for k, tap in enumerate(taps)
+            ]
+            done.append([draft, *accepts])
         actors = [*stages, *([drafter] if drafter else [])]
         return MultiOutputNode(
             [actor.report_after.bind(*nodes) for actor, nodes in zip(actors, done, strict=True)]
@@ -128,16 +133,20 @@ class RayGraph:
                 )
             return ray.remote(cls).options(**chosen).remote(buffers, *args)
 
+        stage = _as_actor(stage_class(spec))
         self.stages = [
-            actor(_StageActor, 1 + k, spec, k, blueprint.draft_ids) for k in range(spec.stages)
+            actor(stage, 1 + k, spec, k, blueprint.draft_ids) for k in range(spec.stages)
         ]
         self.drafter = None
         if blueprint.with_drafter:
-            self.drafter = actor(_DrafterActor, 1 + spec.stages, spec, blueprint.checkpoint)
+            drafter = _as_actor(drafter_class(spec))
+            self.drafter = actor(drafter, 1 + spec.stages, spec, blueprint.checkpoint)
         self._graph: Any = None
         try:
             ray.get([a.__ray_ready__.remote() for a in self._actors])
-            cycle = wire(self.stages, self.drafter, "nccl" if spec.device == "cuda" else "shm")
+            taps = [bool(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages)]
+            transport = "nccl" if spec.device == "cuda" else "shm"
+            cycle = wire(self.stages, self.drafter, taps, transport)
             # Plan c+1 is a function of result c, so one execution is outstanding.
             self._graph = cycle.experimental_compile(_max_inflight_executions=1)
         except Exception as error:  # compiling raises what it likes

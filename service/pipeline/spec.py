@@ -6,6 +6,19 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class Emulation:
+    """What actors do instead of computing, see `service.pipeline.emulated`."""
+
+    stage_s: float
+    draft_s: float
+    link_s: float
+    acceptance: float
+    hidden_size: int
+    vocabulary: int
+    draft_vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
 class ActorSpec:
     """What stages and drafter have in common. `bounds` are a(0)..a(n), see `stage_bounds`."""
 
@@ -17,6 +30,7 @@ class ActorSpec:
     dtype: str
     device: str
     threads: int
+    emulation: Emulation | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""The command `spd-emulate`: what a pipeline would be worth, on devices that only wait."""
