@@ -69,7 +69,8 @@ class DrafterSettings(_Section):
     kind: Literal["lookup+pdm", "pdm", "lookup", "off"] = Field(
         "lookup+pdm",
         description="`lookup`: the continuation of the text's last match with its own ending. "
-        "`pdm`: the Pipeline Draft Module. `lookup+pdm`: lookup where it has a match. "
+        "`pdm`: the Pipeline Draft Module. `lookup+pdm`: lookup where it has a match "
+        "(unseeded above temperature 0.5: where the PDM has no draft). "
         "`off`: plain pipeline decoding, the baseline.",
     )
     checkpoint: str | None = Field(

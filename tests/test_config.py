@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
             {"pipeline": {"stages": 3, "layers": [20, 10]}},
             ["layers has 2 entries for 3 stages", "one number of layers for each stage"],
         ),
-        ({"device": "gpu"}, ["device", "'cpu' or 'cuda'", "got 'gpu'"]),
+        ({"device": "gpu"}, ["device", "'cpu', 'cuda' or 'emulated'", "got 'gpu'"]),
         ({"drafter": {"kind": "best"}}, ["drafter.kind", "lookup+pdm", "got 'best'"]),
         ({"dtype": "int8", "model": ""}, ["dtype", "float32", "model", "at least 1 character"]),
         (

@@ -757,8 +757,11 @@ def echo(tokens: Sequence[int]) -> int | None:
         ("point and pdm", "penalised"),
     ],
 )
-def test_the_engines_distribution(small: Path, tmp_path: Path, drafter: str, how: str) -> None:
+def test_the_engines_distribution(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, how: str
+) -> None:
     """Of the joint first three generated tokens over many keys, and of each alone."""
+    monkeypatch.setattr("service.engine.scheduler.FIRST_UP_TO", 9.0)  # `point` before `pdm`
     sampling = ENGINE_SHAPINGS[how]
     pdm: Path | bool = "pdm" in drafter
     proposer: Proposer | None = echo if "point" in drafter else None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.scheduler import Scheduler
-from service.messages import Delta, GenerateRequest, Grammar, PromptScored, Stopping
+from service.messages import Delta, GenerateRequest, Grammar, PromptScored, Sampling, Stopping
 from tests.token_pipeline import TokenPipeline, continuation
 
 MAX_LEN = 64
@@ -240,6 +240,19 @@ def test_the_proposer_overrides_the_pdm() -> None:
     stats = run.deltas["a"][-1].stats
     assert stats is not None
     assert stats.accepted == stats.drafted == 6
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 0.7, 1.0])
+def test_at_high_temperatures_the_pdm_goes_first(temperature: float, seeded: bool) -> None:
+    """Then the proposer is asked only where the PDM has nothing; with a seed it is asked always."""
+    for script, needed in (([RIGHT] * 6, False), ([RIGHT, NOTHING, RIGHT], True)):
+        asked: list[int] = []
+        run = Run(3, proposer=lambda tokens, asked=asked: asked.append(len(tokens)))
+        run.add("a", [1, 2, 3], 8, script, sampling=Sampling(temperature, seeded=seeded))
+        run.finish()
+        assert [d.token_id for d in run.deltas["a"]] == continuation([1, 2, 3], 8)
+        assert bool(asked) == (needed or seeded or temperature <= 0.5)
 
 
 def test_a_slot_has_an_end() -> None:

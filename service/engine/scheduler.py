@@ -7,7 +7,7 @@ and `apply(result)`.
 from collections import deque
 from collections.abc import Callable
 
-from service.engine.lookup import Proposer
+from service.engine.lookup import FIRST_UP_TO, Proposer
 from service.engine.sequence import Sequence, Sink, Text
 from service.engine.slots import Place, Slots, reusable
 from service.messages import (
@@ -196,10 +196,13 @@ class Scheduler:
         return s.entered < s.end
 
     def _proposal(self, s: Sequence) -> Proposal | None:
-        """The proposer's token, else the PDM's. Whether the proposer overrides does not depend on
-        what the PDM drew: else the accepted tokens would not have the target's distribution."""
+        """The proposer's token, else the PDM's; at high temperatures without a seed the other way
+        round. Whether the proposer overrides does not depend on which token the PDM drew: else the
+        accepted tokens would not have the target's distribution."""
         draft, s.draft = s.draft, None
-        if self._proposer is not None:
+        sampling = s.request.sampling
+        overrides = draft is None or sampling.seeded or sampling.temperature <= FIRST_UP_TO
+        if self._proposer is not None and overrides:
             token = self._proposer([*s.tokens, *(p.token for p in s.ahead)])
             if token is not None:
                 return Proposal(token, "point")
