@@ -7,7 +7,7 @@ Proposer = Callable[[Sequence[int]], int | None]
 
 # The temperature up to which lookup goes before a PDM that has a draft, with rejection sampling.
 # Measured for the default model: at 0 it lifts acceptance by far; at 1, where text repeats itself
-# less and a draft from q is accepted more easily, it costs two points. (With a seed it gains three.)
+# less and a draft from q is accepted more easily, it costs two points (with a seed it gains three).
 FIRST_UP_TO = 0.5
 LONGEST_MATCH = 8  # beyond this a longer match tells nothing more
 
