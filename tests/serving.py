@@ -69,6 +69,8 @@ def serve(log: Path, args: dict[str, Any] | None = None, **environment: str) -> 
             stderr=subprocess.STDOUT,
             env={**os.environ, "SPD_TEST_DEPLOYMENT": str(port), **environment},
             start_new_session=True,
+            # A test run in the background ignores Ctrl-C, and would hand that on.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     served = Served(f"http://127.0.0.1:{port}", process, log)
     try:
