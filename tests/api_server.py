@@ -80,6 +80,22 @@ def guarded_api() -> Iterator[tuple[FakePipeline, str]]:
         yield pipeline, url
 
 
+def hang_up(url: str, pipeline: FakePipeline, body: dict[str, Any], *, read: bytes = b"") -> None:
+    """Sends a request, waits until it runs (and until `read` has come), and closes the socket."""
+    content = json.dumps(body).encode()
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        assert pipeline.started.wait(WAIT_S)
+        received = b""
+        while read not in received:
+            received += connection.recv(4096)
+        assert not pipeline.ended.is_set()
+
+
 class AccessLog(logging.Handler):
     """The lines of the log, parsed. They come just after the answers."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import httpx
     import openai
 
+    from tests.api_server import AccessLog
     from tests.fake_pipeline import FakePipeline, FakeTokenizer
 
 
@@ -77,3 +78,12 @@ def client(url: str) -> "Iterator[openai.OpenAI]":
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def log() -> "Iterator[AccessLog]":
+    """What is said of requests while a test runs."""
+    from tests.api_server import access_log
+
+    with access_log() as handler:
+        yield handler

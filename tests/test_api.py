@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 from typing import Any
 
 import httpx
@@ -20,7 +19,7 @@ from service.api.answers import (
 )
 from service.api.client import PipelineStatus, PipelineUnavailableError
 from service.messages import Delta, Failure, Sampling, Stopping
-from tests.api_server import CHAT, JSON_TYPE, MAX_LEN, MODEL, TEXT, WAIT_S, make_api, post
+from tests.api_server import CHAT, JSON_TYPE, MAX_LEN, MODEL, TEXT, WAIT_S, hang_up, make_api, post
 from tests.fake_pipeline import FakePipeline, FakeTokenizer, Hang, obliging, text
 
 # --- OpenAI's client --------------------------------------------------------------------------
@@ -152,38 +151,22 @@ def test_no_usage_unasked(http: httpx.Client, pipeline: FakePipeline, options: A
 # --- clients that go --------------------------------------------------------------------------
 
 
-def _hang_up(url: str, pipeline: FakePipeline, body: dict[str, Any], *, read: bytes = b"") -> None:
-    """Sends a request, waits until it runs (and until `read` has come), and closes the socket."""
-    content = json.dumps(body).encode()
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
-        )
-        assert pipeline.started.wait(WAIT_S)
-        received = b""
-        while read not in received:
-            received += connection.recv(4096)
-        assert not pipeline.ended.is_set()
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_before_first_token(url: str, pipeline: FakePipeline, stream: bool) -> None:
     pipeline.play([Hang()])
-    _hang_up(url, pipeline, CHAT | {"stream": stream})
+    hang_up(url, pipeline, CHAT | {"stream": stream})
     assert pipeline.ended.wait(WAIT_S)
 
 
 def test_disconnect_in_mid_stream(url: str, pipeline: FakePipeline) -> None:
     pipeline.play([Delta(0, "a"), Hang()])
-    _hang_up(url, pipeline, CHAT | {"stream": True}, read=b'"content":"a"')
+    hang_up(url, pipeline, CHAT | {"stream": True}, read=b'"content":"a"')
     assert pipeline.ended.wait(WAIT_S)
 
 
 def test_disconnect_in_mid_text(url: str, pipeline: FakePipeline) -> None:
     pipeline.play([Delta(0, "a"), Hang()])
-    _hang_up(url, pipeline, CHAT)
+    hang_up(url, pipeline, CHAT)
     assert pipeline.ended.wait(WAIT_S)
 
 

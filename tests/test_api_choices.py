@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 from typing import Any
 
 import httpx
@@ -10,7 +9,7 @@ import openai
 import pytest
 
 from service.messages import Delta, Failure, Stopping
-from tests.api_server import CHAT, MAX_LEN, MODEL, TEXT, WAIT_S, access_log, post
+from tests.api_server import CHAT, MAX_LEN, MODEL, TEXT, WAIT_S, access_log, hang_up, post
 from tests.fake_pipeline import STATS, FakePipeline, Gate, Hang, text
 
 STEP = 0x9E3779B97F4A7C15
@@ -238,13 +237,5 @@ def test_a_client_that_goes(
     url: str, pipeline: FakePipeline, stream: bool, first: list[Delta]
 ) -> None:
     pipeline.play([*first, Hang()], [Hang()], [*text("b")], [*first, Hang()])
-    content = json.dumps(CHAT | {"n": 4, "stream": stream}).encode()
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
-        )
-        assert pipeline.started.wait(WAIT_S)
-        assert not pipeline.ended.is_set()
+    hang_up(url, pipeline, CHAT | {"n": 4, "stream": stream})
     assert pipeline.ended.wait(WAIT_S)

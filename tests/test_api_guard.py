@@ -24,7 +24,6 @@ from tests.api_server import (
     WAIT_S,
     AccessLog,
     Connection,
-    access_log,
     guarded_api,
     make_api,
 )
@@ -32,32 +31,9 @@ from tests.fake_pipeline import FakePipeline, text
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[tuple[FakePipeline, str]]:
+def served() -> Iterator[tuple[FakePipeline, str]]:
     with guarded_api() as served:
         yield served
-
-
-@pytest.fixture
-def pipeline(guarded: tuple[FakePipeline, str]) -> FakePipeline:
-    guarded[0].play(text("ok"))
-    return guarded[0]
-
-
-@pytest.fixture
-def url(guarded: tuple[FakePipeline, str]) -> str:
-    return guarded[1]
-
-
-@pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
-        yield client
-
-
-@pytest.fixture
-def log() -> Iterator[AccessLog]:
-    with access_log() as handler:
-        yield handler
 
 
 def _body(size: int) -> bytes:

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from service.emulation.measure import NoText
 from service.engine.lookup import Proposer
 from service.engine.scheduler import Scheduler
 from service.messages import (
@@ -303,16 +304,6 @@ def random_proposer(
 
 
 # --- running ------------------------------------------------------------------------------------
-
-
-class NoText:
-    """No text at all: toys have no tokenizer."""
-
-    def push(self, _token_id: int) -> tuple[str, bool]:
-        return "", False
-
-    def finish(self) -> str:
-        return ""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """From a body to the token ids of its prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,19 @@ def text_prompts(body: CompletionBody, tokenizer: ChatTokenizer) -> list[Prompt]
     prompts = []
     for prompt in body.prompt:
         token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not all(0 <= token < tokenizer.vocab_size for token in token_ids):
-            message = f"Token ids should lie in [0, {tokenizer.vocab_size})."
-            raise ApiError(400, message, param="prompt")
+        check_token_ids(token_ids, tokenizer, "prompt")
         echo = None
         if body.echo:
             echo = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)
         prompts.append(Prompt(tuple(token_ids), echo))
     return prompts
+
+
+def check_token_ids(token_ids: Iterable[int], tokenizer: ChatTokenizer, param: str) -> None:
+    """Raises ApiError for an id that is no token's."""
+    vocab_size = tokenizer.vocab_size
+    if not all(0 <= token < vocab_size for token in token_ids):
+        raise ApiError(400, f"Token ids should lie in [0, {vocab_size}).", param=param)
 
 
 def template_messages(

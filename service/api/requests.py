@@ -1,7 +1,7 @@
 """From a validated body to requests for the pipeline: what only the served model can decide."""
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from service.api.choices import Choice
 from service.api.client import AnswerGrammars, ChatTokenizer
 from service.api.errors import ApiError
 from service.api.logprobs import TokenNames
-from service.api.prompts import Prompt, chat_prompt, text_prompts
+from service.api.prompts import Prompt, chat_prompt, check_token_ids, text_prompts
 from service.api.protocol import MAX_CHOICES, ChatBody, CompletionBody
 from service.api.tooling import Tooling, answer_grammar
 from service.messages import GenerateRequest, Grammar, Sampling, Stopping
@@ -149,7 +149,7 @@ class Served:
 
     def _sampling(self, body: Body) -> Sampling:
         bias = body.logit_bias or {}
-        self._check_vocabulary(bias, "logit_bias")
+        check_token_ids(bias, self.tokenizer, "logit_bias")
         return Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -164,7 +164,7 @@ class Served:
 
     def _stop(self, body: Body, max_tokens: int) -> Stopping:
         token_ids = dict.fromkeys(body.stop_token_ids or ())
-        self._check_vocabulary(token_ids, "stop_token_ids")
+        check_token_ids(token_ids, self.tokenizer, "stop_token_ids")
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
             message = f"min_tokens is more than the {max_tokens} tokens that the answer may have."
@@ -176,11 +176,6 @@ class Served:
             min_tokens=min_tokens,
             ignore_eos=body.ignore_eos is True,
         )
-
-    def _check_vocabulary(self, token_ids: Iterable[int], param: str) -> None:
-        vocab_size = self.tokenizer.vocab_size
-        if not all(0 <= token < vocab_size for token in token_ids):
-            raise ApiError(400, f"Token ids should lie in [0, {vocab_size}).", param=param)
 
 
 def _echoes(body: Body) -> bool:

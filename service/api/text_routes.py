@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from service.api.errors import ApiError, documented
 from service.api.fields import Text
-from service.api.prompts import template_messages
+from service.api.prompts import check_token_ids, template_messages
 from service.api.protocol import ChatMessage
 from service.api.requests import Served
 
@@ -111,7 +111,5 @@ def _chat_tokens(
 def _text(served: Served, body: DetokenizeBody) -> str:
     if body.model is not None:
         served.check_model(body.model)
-    vocab_size = served.tokenizer.vocab_size
-    if not all(0 <= token < vocab_size for token in body.tokens):
-        raise ApiError(400, f"Token ids should lie in [0, {vocab_size}).", param="tokens")
+    check_token_ids(body.tokens, served.tokenizer, "tokens")
     return served.tokenizer.decode(body.tokens)

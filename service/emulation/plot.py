@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.config import ConfigError
 from service.emulation.results import Record
+from service.presentation import blank_figure
 
 LINES = {"local": "-", "ray": "--"}
 
@@ -12,15 +12,7 @@ LINES = {"local": "-", "ray": "--"}
 def draw(records: Sequence[Record], file: Path) -> None:
     """Speed-up over width, in theory and on the wall, and the share of one in the other. Raises
     ConfigError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            f"{file.name} is not drawn: matplotlib is missing. `pip install 'spd-serve[eval]'`"
-        ) from None
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_figure(file, (12, 5))
     speed, share = figure.subplots(1, 2)
     rates = sorted({r.setup.acceptance for r in records})
     for (graph, rate, link), line in _lines(records).items():

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from service.presentation import aligned
+
 
 def theoretical_speed_up(width: int, acceptance: float) -> float:
     """n(k+1)/(n+k) with k = a/(1-a), over plain decoding."""
@@ -121,14 +123,7 @@ speed-up = theory * share, both over plain decoding at n * stage ms a token.
 
 
 def table(records: Sequence[Record]) -> str:
-    rows = [HEADINGS, *map(_row, records)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, "", LEGEND])
+    return "\n".join([*aligned(HEADINGS, list(map(_row, records))), "", LEGEND])
 
 
 def _row(record: Record) -> tuple[str, ...]:

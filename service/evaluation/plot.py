@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.config import ConfigError
 from service.evaluation.configuration import OFF
 from service.evaluation.counting import BUCKET
 from service.evaluation.store import Record
+from service.presentation import blank_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,16 +20,9 @@ MARKERS = "osD^v<>p*"  # by width
 def draw(records: Sequence[Record], file: Path) -> None:
     """Acceptance by position in the answer, and by width, over all data sets. Raises ConfigError
     without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            f"{file.name} is not drawn: matplotlib is missing. `pip install 'spd-serve[eval]'`, "
-            "and run the same command again: what is done is not run again."
-        ) from None
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_figure(
+        file, (13, 5.5), ", and run the same command again: what is done is not run again."
+    )
     by_position, by_width = figure.subplots(1, 2, sharey=True)
     drafting = [record for record in records if record.drafter != OFF]
     _by_position(by_position, drafting)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from service.evaluation.counting import Counts
 from service.evaluation.store import Record
+from service.presentation import aligned
 
 HEADINGS = (
     "T", "n", "drafter", "data set", "prompts", "decoded", "drafted", "flushes", "cycles",
@@ -27,14 +28,12 @@ def table(records: Sequence[Record]) -> str:
     rows = [
         _row(record, name, counts) for record in records for name, counts in record.rows.items()
     ]
-    columns = list(zip(HEADINGS, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    rule = "  ".join("-" * width for width in widths)
-    lines = [_line(HEADINGS, widths), rule]
-    for before, row in zip([None, *rows], rows, strict=False):
+    heading, rule, *body = aligned(HEADINGS, rows, TEXT_COLUMNS)
+    lines = [heading, rule]
+    for before, row, line in zip([None, *rows], rows, body, strict=False):
         if before is not None and before[:3] != row[:3]:
             lines.append("")
-        lines.append(_line(row, widths))
+        lines.append(line)
     notes = [f"{r.configuration}: {r.note}\n" for r in records if r.note]
     replayed = REPLAYED if any(r.replayed for r in records) else ""
     return "\n".join([*lines, "", LEGEND]) + replayed + "".join(notes)
@@ -59,12 +58,3 @@ def _row(record: Record, name: str, counts: Counts) -> tuple[str, ...]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Texts to the left, numbers to the right."""
-    padded = [
-        cell.ljust(width) if heading in TEXT_COLUMNS else cell.rjust(width)
-        for heading, cell, width in zip(HEADINGS, cells, widths, strict=True)
-    ]
-    return "  ".join(padded).rstrip()

@@ -24,7 +24,7 @@ from service.pdm.checkpoint import (
     load_tensors,
     untrained_pdm,
 )
-from service.pdm.features import depth_types, stage_anchors
+from service.pdm.features import depth_types, tapped_stages
 from service.pdm.module import CachedPDM
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import EMBEDDING, WeightReader
@@ -68,9 +68,7 @@ class Drafter:
         self._texts = SlotTexts(folder, vocabulary, slots, max_len, device, self.pdm.draft_ids)
         self._left = torch.zeros(slots, max_len, config.hidden_size, dtype=dtype, device=device)
         self._types = depth_types(spec.anchors, spec.bounds)
-        self._tapped = [
-            bool(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages)
-        ]
+        self._tapped = tapped_stages(spec.anchors, spec.bounds)
         self._in_flight = self._behind = self._nothing()
         self._report = DraftReport(0.0)
 
@@ -121,7 +119,8 @@ class Drafter:
         """A draft from the PDM's logits [D], and its q where it was drawn from one."""
         slot, position = order.slot, order.position
         scores = self._texts.scores(logits, slot, position)
-        if not bool((scores > -math.inf).any()):  # all that may follow is beyond the draft's words
+        # All that may follow may be beyond the draft's words.
+        if scores is not logits and not bool((scores > -math.inf).any()):
             allowed = self._texts.allowed(slot, position)
             if allowed is not None:
                 return Proposal(int(allowed.nonzero()[0]), "point"), None

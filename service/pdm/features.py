@@ -39,6 +39,11 @@ def reachable_types(anchors: Sequence[int], bounds: Sequence[int]) -> tuple[int,
     return tuple(sorted(set(depth_types(anchors, bounds))))
 
 
+def tapped_stages(anchors: Sequence[int], bounds: Sequence[int]) -> list[bool]:
+    """Whether each stage taps anything."""
+    return [bool(stage_anchors(anchors, bounds, k)) for k in range(len(bounds) - 1)]
+
+
 def stage_anchors(anchors: Sequence[int], bounds: Sequence[int], stage: int) -> tuple[int, ...]:
     """The anchors that a stage taps: those in (a(stage), a(stage + 1)]."""
     return tuple(a for a in anchors if bounds[stage] < a <= bounds[stage + 1])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from service.config import PipelineSettings
 from service.messages import CyclePlan, CycleResult, DraftReport, StageReport
-from service.pdm.features import stage_anchors
+from service.pdm.features import stage_anchors, tapped_stages
 from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.graph import GraphError
@@ -144,7 +144,7 @@ class RayGraph:
         self._graph: Any = None
         try:
             ray.get([a.__ray_ready__.remote() for a in self._actors])
-            taps = [bool(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages)]
+            taps = tapped_stages(spec.anchors, spec.bounds)
             transport = "nccl" if spec.device == "cuda" else "shm"
             cycle = wire(self.stages, self.drafter, taps, transport)
             # Plan c+1 is a function of result c, so one execution is outstanding.
