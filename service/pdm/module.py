@@ -5,7 +5,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from service.pipeline.cache import Batch, SlotCache
+from service.pipeline.decoder import DecoderLayer
 from service.pipeline.layers import DecoderLayers
+from service.pipeline.linear import replace_linears
 
 
 class Aggregation(nn.Module):
@@ -84,9 +86,13 @@ class PDM(nn.Module):
 class CachedPDM:
     """A PDM with keys and values in slots, as the drafter runs it."""
 
-    def __init__(self, pdm: PDM, cache: SlotCache) -> None:
+    def __init__(self, pdm: PDM, cache: SlotCache, weights: str | None = None) -> None:
+        """Takes the PDM over: what it multiplies with is laid out for inference."""
         self.pdm = pdm
-        self._layers = DecoderLayers(pdm.layers, pdm.rotary, cache)
+        layers = [DecoderLayer(layer, weights) for layer in pdm.layers]
+        self._layers = DecoderLayers(layers, pdm.rotary, cache)
+        pdm.layers = nn.ModuleList()
+        replace_linears(pdm, weights)
 
     def __call__(self, features: Tensor, batch: Batch, newest: list[int]) -> Tensor:
         """Features [R, H] -> logits [len(newest), D] of the rows with these indices. All rows write

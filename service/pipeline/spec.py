@@ -17,6 +17,7 @@ class ActorSpec:
     dtype: str
     device: str
     threads: int
+    weights: str | None = None  # "int8", else as `dtype`
 
     @property
     def torch_dtype(self) -> torch.dtype:
