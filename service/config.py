@@ -144,8 +144,8 @@ class Settings(_Section):
     weights: Literal["int8"] | None = Field(
         None,
         description="`int8`: the weights of decoder layers, head and PDM are rounded to 8 bits "
-        "when they are read, one scale for each output; on CPUs. Less to read, so faster; the text is "
-        "another. Unset: as `dtype`.",
+        "when they are read, one scale for each output; on CPUs. Less to read, so faster; the text "
+        "is another. Unset: as `dtype`.",
     )
     pipeline: PipelineSettings = PipelineSettings()
     drafter: DrafterSettings = DrafterSettings()

@@ -98,4 +98,6 @@ class CachedPDM:
         """Features [R, H] -> logits [len(newest), D] of the rows with these indices. All rows write
         their keys and values."""
         hidden, _ = self._layers(features, batch)
+        if not newest:  # rows of a prompt: their keys and values alone are wanted
+            return features.new_empty(0, 0)
         return self.pdm.logits(hidden[newest])
