@@ -110,17 +110,19 @@ def test_what_the_file_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_drafter_holds_the_tensors_of_its_checkpoint(
+def test_a_pdm_holds_the_tensors_of_its_checkpoint(
     tmp_path: Path, target: Path, layers: int
 ) -> None:
     folder = toy_pdm(
         tmp_path, target, bounds=BOUNDS, anchors=ANCHORS, layers=layers, previous=layers
     )
     plan = blueprint(target, (2, 2, 2), pdm=folder)
-    drafter = Drafter(plan.spec, plan.checkpoint)
-    held = dict(drafter.pdm.named_parameters())
     tensors = load_tensors(folder)
-    assert torch.equal(drafter.pdm.draft_ids, tensors.pop("draft_ids").long())
+    pdm = build_pdm(
+        PdmConfig.read(folder), tensors, plan.config, torch.float32, torch.device("cpu")
+    )
+    held = dict(pdm.named_parameters())
+    assert torch.equal(pdm.draft_ids, tensors.pop("draft_ids").long())
     assert held.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(held[name], tensor)
@@ -358,7 +360,8 @@ def test_an_untrained_pdm_drafts_frequent_tokens(target: Path) -> None:
 def test_a_pdm_in_half_precision(target: Path, checkpoint: Path) -> None:
     plan = blueprint(target, (2, 2, 2), pdm=checkpoint)
     drafter = Drafter(replace(plan.spec, dtype="bfloat16"), plan.checkpoint)
-    assert {p.dtype for p in drafter.pdm.parameters()} == {torch.bfloat16}
+    held = [*drafter.pdm.parameters(), *drafter.pdm.aggregation.buffers()]
+    assert {tensor.dtype for tensor in held} == {torch.bfloat16}
     assert drafter.pdm.draft_ids.tolist() == list(range(0, 97, 2))
 
 

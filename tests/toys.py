@@ -171,6 +171,7 @@ def blueprint(
     slots: int = 4,
     max_len: int = 64,
     draft_ids: Tensor | None = None,
+    weights: str | None = None,
 ) -> Blueprint:
     """A toy's blueprint for a number of stages or a list of layers, with a PDM checkpoint, the
     untrained PDM (True) or none (False)."""
@@ -198,6 +199,7 @@ def blueprint(
         dtype="float32",
         device="cpu",
         threads=1,
+        weights=weights,
     )
     return Blueprint(spec, config, checkpoint, draft_ids)
 

@@ -62,8 +62,8 @@ class Drafter:
         dtype, device = spec.torch_dtype, self._device
         self.pdm = build_pdm(made_for, tensors, config, dtype, device)
         slots, max_len = spec.slots, spec.max_len
-        self._cache = SlotCache(config, made_for.layers, 0, slots, max_len, dtype, device)
-        self._cached = CachedPDM(self.pdm, self._cache)
+        self._cache = SlotCache(config, made_for.layers, slots, max_len, dtype, device)
+        self._cached = CachedPDM(self.pdm, self._cache, spec.weights)
         vocabulary = len(self._embedding)
         self._texts = SlotTexts(folder, vocabulary, slots, max_len, device, self.pdm.draft_ids)
         self._left = torch.zeros(slots, max_len, config.hidden_size, dtype=dtype, device=device)
@@ -145,7 +145,7 @@ class Drafter:
         """One forward over the rows of this cycle -> logits [drafts, D]."""
         parts = self.rows(plan)
         if not parts:
-            return self.pdm.head.weight.new_empty(0, 0)
+            return self._left.new_empty(0, 0)
         batch = Batch([rows for rows, _ in parts], self._device)
         features = torch.cat([feature for _, feature in parts])  # [R, H]
         newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(batch.rows)}
@@ -186,5 +186,5 @@ class Drafter:
             first = max(0, end - 1 - reach)
             older = self._left[slot, first:start]
             before = torch.cat([older, features[max(0, first - start) : -1]])
-            features[-1] = self.pdm.previous(features[-1], before.flip(0))
+            features[-1:] = self.pdm.previous(features[-1:], before.flip(0)[:, None])
         return Rows(slot, start, end - start), features

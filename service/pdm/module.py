@@ -5,7 +5,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from service.pipeline.cache import Batch, SlotCache
+from service.pipeline.decoder import DecoderLayer
 from service.pipeline.layers import DecoderLayers
+from service.pipeline.linear import replace_linears
 
 
 class Aggregation(nn.Module):
@@ -84,12 +86,18 @@ class PDM(nn.Module):
 class CachedPDM:
     """A PDM with keys and values in slots, as the drafter runs it."""
 
-    def __init__(self, pdm: PDM, cache: SlotCache) -> None:
+    def __init__(self, pdm: PDM, cache: SlotCache, weights: str | None = None) -> None:
+        """Takes the PDM over: what it multiplies with is laid out for inference."""
         self.pdm = pdm
-        self._layers = DecoderLayers(pdm.layers, pdm.rotary, cache)
+        layers = [DecoderLayer(layer, weights) for layer in pdm.layers]
+        self._layers = DecoderLayers(layers, pdm.rotary, cache)
+        pdm.layers = nn.ModuleList()
+        replace_linears(pdm, weights)
 
     def __call__(self, features: Tensor, batch: Batch, newest: list[int]) -> Tensor:
         """Features [R, H] -> logits [len(newest), D] of the rows with these indices. All rows write
         their keys and values."""
         hidden, _ = self._layers(features, batch)
+        if not newest:  # rows of a prompt: their keys and values alone are wanted
+            return features.new_empty(0, 0)
         return self.pdm.logits(hidden[newest])

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from service.config import ConfigError
 from service.messages import Rows, spans
-from service.pipeline.cache import ATTENTION, Batch, SlotCache
+from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import (
     EMBEDDING,
     WeightReader,
@@ -21,7 +21,6 @@ from service.pipeline.layers import (
 )
 from service.target import load_target_config
 
-ONE_ROW_EACH = "spd_one_row_each"
 _CPU = torch.device("cpu")
 
 
@@ -29,7 +28,7 @@ class OneRowEach:
     """A batch of one row in every slot, at positions [B] of its own."""
 
     def __init__(self, positions: Tensor) -> None:
-        self.positions = positions[None]  # [1, B]
+        self.positions = positions
         self.end = int(positions.max()) + 1
         seen = torch.arange(self.end) <= positions[:, None]
         self.mask = torch.where(seen, 0.0, -torch.inf)[:, None, None]  # [B, 1, 1, end]
@@ -38,40 +37,28 @@ class OneRowEach:
 class OneRowCache(SlotCache):
     """Keys and values of batches of one row in every slot: written and read as one tensor."""
 
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Writes rows [1, kv_heads, B, head_dim]; returns keys and values [B, kv_heads, end,
-        head_dim]."""
-        batch: OneRowEach = kwargs["batch"]
-        slots = torch.arange(key.shape[2])
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[slots, :, batch.positions[0]] = key[0].transpose(0, 1)
-        values[slots, :, batch.positions[0]] = value[0].transpose(0, 1)
-        return keys[:, :, : batch.end], values[:, :, : batch.end]
-
-
-def one_row_each_attention(
-    _module: nn.Module,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    _attention_mask: Tensor | None,
-    *,
-    batch: OneRowEach,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one row in each slot, queries [1, heads, B, head_dim] -> [1, B, heads,
-    head_dim]. Two products for all slots: on CPUs 100 rows so cost a tenth of 100 calls."""
-    heads, count, head_dim = query.shape[1:]
-    grouped = query[0].transpose(0, 1).reshape(count, keys.shape[1], -1, head_dim)
-    scores = torch.matmul(grouped * scaling, keys.transpose(2, 3)) + batch.mask.to(query.dtype)
-    output = torch.matmul(torch.softmax(scores, dim=-1), values)  # [B, kv_heads, group, head_dim]
-    return output.reshape(1, count, heads, head_dim), None
-
-
-AttentionInterface.register(ONE_ROW_EACH, one_row_each_attention)
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: Any,
+        *,
+        scaling: float,
+        window: int | None = None,  # noqa: ARG002 (texts are no longer: `_check_window`)
+    ) -> Tensor:
+        """As in a SlotCache, with one row in each slot. Two products for all slots: on CPUs 100
+        rows so cost a tenth of 100 calls."""
+        slots = torch.arange(len(key))
+        keys, values = self._keys[layer], self._values[layer]
+        keys[slots, :, batch.positions] = key
+        values[slots, :, batch.positions] = value
+        keys, values = keys[:, :, : batch.end], values[:, :, : batch.end]
+        grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
+        scores = torch.matmul(grouped * scaling, keys.transpose(2, 3)) + batch.mask.to(query.dtype)
+        output = torch.matmul(torch.softmax(scores, dim=-1), values)  # [B, kv, group, head_dim]
+        return output.reshape(len(query), -1)
 
 
 class Target:
@@ -117,9 +104,9 @@ class Teacher:
         self.anchors = tuple(anchors)
         self.slots, self.max_len = slots, max_len
         self.target = Target(folder, config, dtype, _CPU)
-        skeleton = model_skeleton(config, ONE_ROW_EACH if one_row_each else ATTENTION)
+        skeleton = model_skeleton(config)
         cache_class = OneRowCache if one_row_each else SlotCache
-        cache = cache_class(config, config.num_hidden_layers, 0, slots, max_len, dtype, _CPU)
+        cache = cache_class(config, config.num_hidden_layers, slots, max_len, dtype, _CPU)
         self._layers = read_layers(skeleton, WeightReader(folder), config, 0, cache, dtype, _CPU)
 
     @torch.inference_mode()

@@ -16,6 +16,7 @@ from service.pdm.checkpoint import (
     untrained_draft_ids,
 )
 from service.pdm.features import default_anchors
+from service.pipeline.linear import check_int8
 from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
 from service.pipeline.spec import ActorSpec, Emulation
 from service.target import check_context, load_target_config, resolve_target
@@ -69,6 +70,8 @@ def make_blueprint(settings: Settings) -> Blueprint:
     config = load_target_config(folder)
     pipeline, layers = settings.pipeline, config.num_hidden_layers
     check_context(config, pipeline.max_len)
+    if settings.weights == "int8":
+        check_int8()
     bounds = (
         stage_bounds(check_layers(pipeline.layers, layers))
         if pipeline.layers
@@ -96,6 +99,7 @@ def make_blueprint(settings: Settings) -> Blueprint:
         device=settings.device,
         threads=pipeline.threads,
         emulation=make_emulation(settings.emulated, config, draft_ids),
+        weights=settings.weights,
     )
     return Blueprint(spec, config, None if checkpoint is None else str(checkpoint), draft_ids)
 

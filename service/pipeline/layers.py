@@ -1,8 +1,9 @@
-"""Transformers' own modules with only the needed tensors read: a run of decoder layers, the
-embedding, the final norm and the head."""
+"""The target's parts with only the needed tensors read: a run of decoder layers, the embedding, the
+final norm and the head. Their structure is that of transformers' own modules."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from service.config import ConfigError
-from service.pipeline.cache import ATTENTION, Batch, SlotCache
+from service.pipeline.cache import Batch, SlotCache
+from service.pipeline.decoder import DecoderLayer, rotation_tables
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 
-def model_skeleton(config: PretrainedConfig, attention: str = ATTENTION) -> Any:
+def model_skeleton(config: PretrainedConfig) -> Any:
     """The whole target on the meta device: its structure without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        return AutoModelForCausalLM.from_config(config).eval()
 
 
 class WeightReader:
@@ -84,34 +86,26 @@ def read_norm(
 
 
 class DecoderLayers(nn.Module):
-    """A run of the target's decoder layers with their rotary embedding and slot cache."""
+    """A run of decoder layers with their positions and their slot cache."""
 
-    def __init__(self, layers: Iterable[nn.Module], rotary: nn.Module, cache: SlotCache) -> None:
+    def __init__(self, layers: Iterable[DecoderLayer], rotary: nn.Module, cache: SlotCache) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.rotary = rotary
         self._cache = cache
+        self._cos, self._sin = rotation_tables(rotary, cache.max_len, cache.dtype)
 
     def forward(
         self, hidden: Tensor, batch: Batch, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Rows [R, H] through the layers -> (rows [R, H], the outputs of the layers whose number
         within this run, counted from 1, is in `taps`)."""
-        hidden = hidden[None]  # [1, R, H]
-        rotation = self.rotary(hidden, batch.positions)
+        rotation = self._cos[batch.positions], self._sin[batch.positions]
         tapped = []
-        for number, layer in enumerate(self.layers, start=1):
-            hidden = layer(
-                hidden,
-                position_ids=batch.positions,
-                position_embeddings=rotation,
-                cache=self._cache,
-                use_cache=True,
-                batch=batch,
-            )
-            if number in taps:
-                tapped.append(hidden[0])
-        return hidden[0], tapped
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, number, self._cache, batch, rotation)
+            if number + 1 in taps:
+                tapped.append(hidden)
+        return hidden, tapped
 
 
 def read_layers(
@@ -122,9 +116,12 @@ def read_layers(
     cache: SlotCache,
     dtype: torch.dtype,
     device: torch.device,
+    weights: str | None = None,
 ) -> DecoderLayers:
     """The target's layers from number `start` on, as many as the cache has, with their weights."""
-    layers = list(skeleton.model.layers[start : start + cache.layers])
-    for number, layer in enumerate(layers, start):
+    layers = []
+    for number in range(start, start + cache.layers):
+        layer = deepcopy(skeleton.model.layers[number])  # or all would be in memory twice
         fill(layer, f"model.layers.{number}.", lambda name: read(name, dtype, device))
+        layers.append(DecoderLayer(layer, weights))
     return DecoderLayers(layers, rotary_embedding(skeleton, config, device), cache)

@@ -31,6 +31,7 @@ class ActorSpec:
     device: str
     threads: int
     emulation: Emulation | None = None
+    weights: str | None = None  # "int8", else as `dtype`
 
     @property
     def torch_dtype(self) -> torch.dtype:

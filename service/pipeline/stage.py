@@ -26,6 +26,7 @@ from service.pipeline.layers import (
     read_layers,
     read_norm,
 )
+from service.pipeline.linear import make_linear
 from service.pipeline.spec import ActorSpec
 from service.pipeline.texts import SlotTexts
 from service.sampling import DraftDistribution, logprobs, uses_q, verify
@@ -59,23 +60,32 @@ class Stage:
         skeleton = model_skeleton(config)
         read = WeightReader(folder)
         slots, max_len = spec.slots, spec.max_len
-        self._cache = SlotCache(config, end - start, start, slots, max_len, dtype, device)
-        self.layers = read_layers(skeleton, read, config, start, self._cache, dtype, device)
+        self._cache = SlotCache(config, end - start, slots, max_len, dtype, device)
+        self.layers = read_layers(
+            skeleton, read, config, start, self._cache, dtype, device, spec.weights
+        )
         if self.is_first:
             self.embedding = read(EMBEDDING, dtype, device)  # [V, H]
         if self.is_last:
             self.norm = read_norm(skeleton, read, dtype, device)
             head = read.head_name(config)
             shared = self.is_first and head == EMBEDDING
-            self.head = self.embedding if shared else read(head, dtype, device)  # [V, H]
-            self._texts = SlotTexts(folder, len(self.head), slots, max_len, device)
+            weight = self.embedding if shared else read(head, dtype, device)  # [V, H]
+            self.head = make_linear(weight, None, spec.weights)
+            self._texts = SlotTexts(folder, len(weight), slots, max_len, device)
+
+    def held(self) -> list[Tensor]:
+        """All weights in memory, a shared one once. A head that is laid out anew is another one."""
+        held: list[Tensor] = [*self.layers.parameters(), *self.layers.buffers()]
+        held += [self.embedding] if self.is_first else []
+        held += [*self.norm.parameters(), *self.head.buffers()] if self.is_last else []
+        return list({id(tensor): tensor for tensor in held}.values())
 
     def parameter_count(self) -> int:
-        """Numbers held as weights, a shared tensor counted once."""
-        held: list[Tensor] = list(self.layers.parameters())
-        held += [self.embedding] if self.is_first else []
-        held += [*self.norm.parameters(), self.head] if self.is_last else []
-        return sum({p.data_ptr(): p.numel() for p in held}.values())
+        return sum(tensor.numel() for tensor in self.held())
+
+    def weight_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.held())
 
     @torch.inference_mode()  # on every method: Ray runs graph methods on a thread of its own
     def forward(self, plan: CyclePlan) -> Tensor | None:
@@ -181,7 +191,8 @@ class Stage:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """The last layer's output [N, H] -> logits [N, V] float32."""
-        return nn.functional.linear(self.norm(hidden), self.head).float()
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits.float()
 
     def _q_of(self, order: Verify) -> DraftDistribution | None:
         probs = self._q.get((order.slot, order.position))

@@ -1,0 +1,1 @@
+"""What the parts of the server take on this machine."""
