@@ -8,8 +8,6 @@ use caches and memory does).
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -19,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from benchmarks.machine import about
 from service.config import DEFAULT_MODEL, ConfigError
 from service.messages import Rows
 from service.pipeline.cache import Batch
@@ -122,8 +120,8 @@ def measure(ways: dict[str, Way], options: argparse.Namespace) -> list[dict[str,
     ]  # fmt: skip
 
 
-def report(about: dict[str, Any], ways: dict[str, Way], found: list[dict[str, Any]]) -> str:
-    lines = [f"{key}: {value}" for key, value in about.items()]
+def report(head: dict[str, str], ways: dict[str, Way], found: list[dict[str, Any]]) -> str:
+    lines = [f"{key}: {value}" for key, value in head.items()]
     lines += [
         f"{name}: {way.weight_bytes / 2**20:.0f} MiB of weights" for name, way in ways.items()
     ]
@@ -138,14 +136,6 @@ def report(about: dict[str, Any], ways: dict[str, Way], found: list[dict[str, An
             ]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
 
 
 def main() -> None:
@@ -168,17 +158,13 @@ def main() -> None:
         sys.stderr.write(f"{error}\n")
     with torch.inference_mode():
         found = measure(ways, options)
-    about = {
-        "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-        "settings": ", ".join(f"{k} {v}" for k, v in vars(options).items() if k != "json"),
-    }
-    sys.stdout.write(report(about, ways, found))
+    settings = ", ".join(f"{k} {v}" for k, v in vars(options).items() if k != "json")
+    head = {**about(), "settings": settings}
+    sys.stdout.write(report(head, ways, found))
     if options.json:
         sizes = {name: way.weight_bytes for name, way in ways.items()}
         options.json.write_text(
-            json.dumps({"about": about, "weight_bytes": sizes, "ms": found}, indent=1) + "\n"
+            json.dumps({"about": head, "weight_bytes": sizes, "ms": found}, indent=1) + "\n"
         )
 
 

@@ -5,6 +5,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -12,7 +13,7 @@ import ray
 from service.api.client import PipelineStatus
 from service.config import Settings
 from service.engine.engine import Engine
-from service.engine.lookup import lookup_proposer
+from service.engine.lookup import Lookup
 from service.engine.scheduler import Scheduler
 from service.messages import Delta, Event, Failure, GenerateRequest
 from service.metrics import Metrics
@@ -117,6 +118,7 @@ def make_scheduler(settings: Settings, blueprint: Blueprint) -> Scheduler:
     folder = Path(blueprint.spec.folder)
     tokenizer = Tokenizer.load(folder)
     drafter, pipeline = settings.drafter, settings.pipeline
+    new_lookup = partial(Lookup, drafter.lookup_min_match, unsettled=pipeline.stages)
     return Scheduler(
         stages=blueprint.spec.stages,
         slots=pipeline.slots,
@@ -124,6 +126,6 @@ def make_scheduler(settings: Settings, blueprint: Blueprint) -> Scheduler:
         chunk=pipeline.chunk,
         eos_ids=eos_token_ids(folder, tokenizer),
         new_text=lambda request: TextStream(tokenizer.decode, request.stop),
-        proposer=lookup_proposer(drafter.lookup_min_match) if drafter.uses_lookup else None,
+        new_proposer=new_lookup if drafter.uses_lookup else None,
         uses_pdm=drafter.uses_pdm,
     )

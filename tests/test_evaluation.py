@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.config import ConfigError
-from service.engine.lookup import Proposer, lookup_proposer
+from service.engine.lookup import Proposer
 from service.engine.scheduler import Scheduler
 from service.evaluation import evaluate as evaluation
 from service.evaluation.cli import main, make_parser
@@ -36,8 +36,10 @@ from tests.fake_pipeline import FakeTokenizer
 from tests.toys import (
     NoText,
     blueprint,
+    each,
     generate,
     joined,
+    lookup_proposer,
     perfect_proposer,
     prompts_of,
     requests_of,
@@ -82,7 +84,7 @@ def answers_of(
         chunk=8,
         eos_ids=frozenset(),
         new_text=lambda _: NoText(),
-        proposer=proposer,
+        new_proposer=each(proposer),
         uses_pdm=uses_pdm,
     )
     seen: list[tuple[int, int]] = []

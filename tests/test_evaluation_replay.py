@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from service.config import ConfigError, parse_settings
-from service.engine.lookup import Proposer, lookup_proposer
+from service.engine.lookup import Proposer
 from service.engine.scheduler import Scheduler
 from service.evaluation import evaluate as evaluation
 from service.evaluation import replay as replaying
@@ -36,8 +36,10 @@ from tests.test_evaluation import RECORD, answers_of, command
 from tests.toys import (
     NoText,
     blueprint,
+    each,
     generate,
     joined,
+    lookup_proposer,
     prompts_of,
     random_proposer,
     reference,
@@ -186,7 +188,7 @@ def test_an_end_in_flight(target: Path, golds: list[Gold]) -> None:
             chunk=8,
             eos_ids=frozenset([end]),
             new_text=lambda _: NoText(),
-            proposer=random_proposer(2, known, VOCABULARY),
+            new_proposer=each(random_proposer(2, known, VOCABULARY)),
             uses_pdm=True,
         )
         return run(scheduler, graph, requests_of(PROMPTS, COUNT, None), lambda *_: None)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from service.config import ConfigError, parse_settings
-from service.engine.lookup import lookup_proposer
 from service.messages import Rows
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.cache import Batch
@@ -33,6 +32,7 @@ from tests.toys import (
     greedy_text,
     hidden_states,
     joined,
+    lookup_proposer,
     perfect_proposer,
     prompts_of,
     random_proposer,

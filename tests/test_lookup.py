@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.lookup import LONGEST_MATCH, lookup_proposer
+from service.engine.lookup import LONGEST_MATCH, MOST_MATCHES, Lookup
+from tests.toys import lookup_proposer
 
 
 def by_definition(tokens: Sequence[int], min_match: int) -> int | None:
     """The successor of the longest earlier match of the ending (lengths above LONGEST_MATCH count
-    as LONGEST_MATCH), the latest among equals; None below `min_match`."""
+    as LONGEST_MATCH) among the latest MOST_MATCHES ones of `min_match` tokens, the latest among
+    equals; None where there is none."""
     found: list[tuple[int, int]] = []  # (length of the match, where it ends)
     for end in range(len(tokens) - 1):
         lengths = [
@@ -21,7 +23,7 @@ def by_definition(tokens: Sequence[int], min_match: int) -> int | None:
         ]
         if lengths:
             found.append((max(lengths), end))
-    good = [(length, end) for length, end in found if length >= min_match]
+    good = [(length, end) for length, end in found if length >= min_match][-MOST_MATCHES:]
     return tokens[max(good)[1] + 1] if good else None
 
 
@@ -47,6 +49,32 @@ def test_it_does_what_it_says(tokens: list[int], min_match: int) -> None:
 def test_texts_with_long_repeats(part: list[int], between: list[int], min_match: int) -> None:
     tokens = [*part, 9, *between, *part]
     assert lookup_proposer(min_match)(tokens) == by_definition(tokens, min_match)
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=3)),
+        max_size=60,
+    ),
+    st.integers(1, 4),
+)
+def test_a_text_that_grows(steps: list[tuple[list[int], list[int]]], min_match: int) -> None:
+    """What is certain stays, the tokens in flight behind it do not."""
+    lookup, certain = Lookup(min_match, unsettled=3), [0]
+    for settled, in_flight in steps:
+        certain += settled
+        tokens = certain + in_flight
+        assert lookup(tokens) == by_definition(tokens, min_match)
+
+
+def test_only_the_latest_matches_count() -> None:
+    """A longer match before them is not seen."""
+    tokens = [1, 2, 3, 7, *[9, 2, 3, 8] * MOST_MATCHES, 1, 2, 3]
+    for unsettled in (0, 50, 1000):
+        assert Lookup(2, unsettled)(tokens) == by_definition(tokens, 2) == 8
+    assert Lookup(2, 0)(tokens[4:]) == 8
+    assert Lookup(2, 0)([*tokens[:4], *tokens[8:]]) == 7
 
 
 @pytest.mark.parametrize(

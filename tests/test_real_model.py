@@ -13,7 +13,6 @@ import torch
 
 from service.config import parse_settings
 from service.default_model import prepare_default_model
-from service.engine.lookup import lookup_proposer
 from service.messages import GenerateRequest, Grammar, Sampling
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.local_graph import LocalGraph
@@ -24,6 +23,7 @@ from tests.real_prompts import CHATS, TEXTS
 from tests.toys import (
     generate,
     greedy_text,
+    lookup_proposer,
     perfect_proposer,
     random_proposer,
     reference,

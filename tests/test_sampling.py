@@ -761,7 +761,7 @@ def test_the_engines_distribution(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, how: str
 ) -> None:
     """Of the joint first three generated tokens over many keys, and of each alone."""
-    monkeypatch.setattr("service.engine.scheduler.FIRST_UP_TO", 9.0)  # `point` before `pdm`
+    monkeypatch.setattr("service.engine.sequence.FIRST_UP_TO", 9.0)  # `point` before `pdm`
     sampling = ENGINE_SHAPINGS[how]
     pdm: Path | bool = "pdm" in drafter
     proposer: Proposer | None = echo if "point" in drafter else None

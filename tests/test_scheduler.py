@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from service.engine.scheduler import Scheduler
 from service.messages import Delta, GenerateRequest, Grammar, PromptScored, Sampling, Stopping
 from tests.token_pipeline import TokenPipeline, continuation
+from tests.toys import each
 
 MAX_LEN = 64
 PLAIN = Stopping()
@@ -51,7 +52,7 @@ class Run:
             chunk=chunk,
             eos_ids=frozenset(eos),
             new_text=lambda request: PlainText(request.stop.strings),
-            proposer=proposer,
+            new_proposer=each(proposer),
             uses_pdm=True,
         )
         self.pipeline = TokenPipeline(n, slots, MAX_LEN, self._draft)

@@ -16,7 +16,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from service.config import Settings
-from service.engine.lookup import Proposer, lookup_proposer
+from service.engine.lookup import Proposer
 from service.messages import CyclePlan, CycleResult, GenerateRequest, Sampling
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.graph import GraphError
@@ -31,6 +31,7 @@ from tests.toys import (
     generate,
     greedy_text,
     joined,
+    lookup_proposer,
     perfect_proposer,
     prompts_of,
     random_proposer,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from service.emulation.measure import NoText
-from service.engine.lookup import Proposer
+from service.engine.lookup import Lookup, Proposer
 from service.engine.scheduler import Scheduler
 from service.messages import (
     CyclePlan,
@@ -289,14 +289,25 @@ def wrong_proposer(
     return propose
 
 
+def lookup_proposer(min_match: int) -> Proposer:
+    """Prompt lookup as a function of the text alone."""
+    return lambda tokens: Lookup(min_match, unsettled=0)(tokens)
+
+
+def each(proposer: Proposer | None) -> Callable[[], Proposer] | None:
+    """One proposer for all requests of a scheduler."""
+    return None if proposer is None else lambda: proposer
+
+
 def random_proposer(
-    seed: int, texts: Sequence[Sequence[int]], vocabulary: int = VOCABULARY
+    seed: int, texts: Sequence[Sequence[int]], vocabulary: int = VOCABULARY, silent: int = 1
 ) -> Proposer:
-    """Right, wrong or silent, by a draw that depends on the tokens alone."""
+    """Right (2 of `silent` + 3 times), wrong (1) or silent, by a draw that depends on the tokens
+    alone."""
 
     def propose(tokens: Sequence[int]) -> int | None:
         source = random.Random(f"{seed} {list(tokens)}")
-        kind = source.choice(["right", "right", "wrong", "silent"])
+        kind = source.choice(["right", "right", "wrong", *["silent"] * silent])
         if kind == "silent":
             return None
         right = _next(texts, tokens)
@@ -357,7 +368,7 @@ def generate(
         chunk=chunk,
         eos_ids=frozenset(eos_ids),
         new_text=lambda _: NoText(),
-        proposer=proposer,
+        new_proposer=each(proposer),
         uses_pdm=uses_pdm,
     )
     made = Generated({r.request_id: [] for r in requests})

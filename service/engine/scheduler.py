@@ -7,7 +7,7 @@ and `apply(result)`.
 from collections import deque
 from collections.abc import Callable
 
-from service.engine.lookup import FIRST_UP_TO, Proposer
+from service.engine.lookup import Proposer
 from service.engine.sequence import Sequence, Sink, Text
 from service.engine.slots import Place, Slots, reusable
 from service.messages import (
@@ -40,14 +40,14 @@ class Scheduler:
         chunk: int,
         eos_ids: frozenset[int],
         new_text: Callable[[GenerateRequest], Text],
-        proposer: Proposer | None = None,
+        new_proposer: Callable[[], Proposer] | None = None,
         uses_pdm: bool = False,
     ) -> None:
-        """`proposer` goes first, the PDM drafts where it has nothing. With one stage there is
-        nothing to fill, and neither is asked."""
+        """A request's own proposer goes first, the PDM drafts where it has nothing. With one stage
+        there is nothing to fill, and neither is asked."""
         self._stages, self._max_len, self._chunk = stages, max_len, chunk
         self._eos_ids, self._new_text = eos_ids, new_text
-        self._proposer = proposer if stages > 1 else None
+        self._new_proposer = new_proposer if stages > 1 else None
         self._uses_pdm = uses_pdm and stages > 1
         self._slots = Slots(slots)
         self._waiting: deque[tuple[GenerateRequest, Sink]] = deque()
@@ -162,6 +162,7 @@ class Scheduler:
             request=request,
             sink=sink,
             text=self._new_text(request),
+            proposer=None if self._new_proposer is None else self._new_proposer(),
             slot=place.slot,
             limit=min(len(request.prompt_ids) + request.max_tokens, self._max_len),
             rows=[None] * self._stages,
@@ -200,10 +201,8 @@ class Scheduler:
         round. Whether the proposer overrides does not depend on which token the PDM drew: else the
         accepted tokens would not have the target's distribution."""
         draft, s.draft = s.draft, None
-        sampling = s.request.sampling
-        overrides = draft is None or sampling.seeded or sampling.temperature <= FIRST_UP_TO
-        if self._proposer is not None and overrides:
-            token = self._proposer([*s.tokens, *(p.token for p in s.ahead)])
+        if draft is None or s.proposer_overrides:
+            token = s.propose()
             if token is not None:
                 return Proposal(token, "point")
         return draft
@@ -231,11 +230,12 @@ class Scheduler:
         return Score(s.slot, rows.start, prompt[rows.start + 1 : rows.end + 1])
 
     def _draft_order(self, s: Sequence) -> DraftOrder | None:
-        """A draft is wanted behind a generated token that enters, if it could enter itself."""
+        """A draft is wanted behind a generated token that enters, if it could enter itself, and if
+        the proposer has nothing for its place: it is asked again, and will say the same."""
         rows = s.rows[0]
         if not self._uses_pdm or rows is None or rows.start < s.prompt_length:
             return None
-        if s.entered >= s.limit - 1:
+        if s.entered >= s.limit - 1 or (s.proposer_overrides and s.propose() is not None):
             return None
         return DraftOrder(s.slot, s.entered)
 

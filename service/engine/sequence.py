@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from service.engine.lookup import FIRST_UP_TO, Proposer
 from service.messages import Event, GenerateRequest, Logprobs, Proposal, RequestStats, Rows
 
 Sink = Callable[[Event], None]
@@ -26,6 +27,7 @@ class Sequence:
     request: GenerateRequest
     sink: Sink
     text: Text
+    proposer: Proposer | None
     slot: int
     limit: int  # no token is generated at this position or beyond
     rows: list[Rows | None]  # at each stage, in the cycle that was planned last
@@ -59,6 +61,18 @@ class Sequence:
     def end(self) -> int:
         """The position after the last token that is certain or proposed."""
         return len(self.tokens) + len(self.ahead)
+
+    @property
+    def proposer_overrides(self) -> bool:
+        """Whether the proposer goes before a draft of the PDM."""
+        sampling = self.request.sampling
+        return sampling.seeded or sampling.temperature <= FIRST_UP_TO
+
+    def propose(self) -> int | None:
+        """The proposer's token for the position `end`."""
+        if self.proposer is None:
+            return None
+        return self.proposer([*self.tokens, *(p.token for p in self.ahead)])
 
     def flush(self) -> None:
         """Voids the rows behind the last stage and their tokens."""

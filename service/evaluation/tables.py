@@ -1,7 +1,6 @@
 """All drafts of a drafter over known texts, computed at once instead of cycle by cycle."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from service.evaluation.gold import Gold
 from service.evaluation.replay_graph import Table
-from service.pdm.drafter import Drafter
+from service.pdm.checkpoint import load_pdm
 from service.pdm.features import depth_types
 from service.pdm.layout import Packed, newest_hidden
 from service.pdm.teacher import Teacher
@@ -37,7 +36,7 @@ class PdmSource:
         spec = blueprint.spec
         self.anchors = spec.anchors
         self._types = depth_types(spec.anchors, spec.bounds)
-        self._pdm = Drafter(replace(spec, slots=1, max_len=1), blueprint.checkpoint).pdm
+        _, self._pdm = load_pdm(spec, blueprint.config, blueprint.checkpoint)
 
     def __call__(self, states: Tensor, first: int) -> Table:
         positions = torch.arange(len(states))[None]

@@ -30,6 +30,7 @@ from service.pipeline.layers import (
     model_skeleton,
     rotary_embedding,
 )
+from service.pipeline.spec import ActorSpec
 
 CONFIG_FILE, WEIGHTS_FILE = "pdm.json", "pdm.safetensors"
 UNTRAINED_DRAFT_VOCABULARY = 8192
@@ -208,6 +209,18 @@ def untrained_pdm(
         draft_vocabulary=len(draft_ids),
     )
     return made_for, tensors
+
+
+def load_pdm(
+    spec: ActorSpec, config: PretrainedConfig, checkpoint: str | None
+) -> tuple[PdmConfig, PDM]:
+    """The PDM of a pipeline: that of a checkpoint, or the untrained one."""
+    if checkpoint is None:
+        made_for, tensors = untrained_pdm(Path(spec.folder), config, spec.bounds, spec.anchors)
+    else:
+        made_for, tensors = PdmConfig.read(Path(checkpoint)), load_tensors(Path(checkpoint))
+    device = torch.device(spec.device)
+    return made_for, build_pdm(made_for, tensors, config, spec.torch_dtype, device)
 
 
 def build_pdm(

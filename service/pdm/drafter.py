@@ -18,12 +18,7 @@ from service.messages import (
     Rows,
     spans,
 )
-from service.pdm.checkpoint import (
-    PdmConfig,
-    build_pdm,
-    load_tensors,
-    untrained_pdm,
-)
+from service.pdm.checkpoint import load_pdm
 from service.pdm.features import depth_types, tapped_stages
 from service.pdm.module import CachedPDM
 from service.pipeline.cache import Batch, SlotCache
@@ -35,6 +30,8 @@ from service.target import load_target_config
 
 log = logging.getLogger(__name__)
 
+MOST_UNREAD = 4  # rows of one slot
+
 States = dict[Rows, Tensor]  # rows -> their hidden states [count, anchors so far, H]
 
 
@@ -44,7 +41,8 @@ class Drafter:
     State: `_in_flight[d]`, what the rows that have finished d stages (1 <= d <= n) have tapped so
     far; those at n have just left the pipeline. `_behind` is the same of the cycle before, while
     the taps of a cycle come in. And, in slots: texts, the PDM's keys and values, and the features
-    of the rows that have left the pipeline.
+    of the rows that have left the pipeline. Those that are `_unread`, oldest first, are not in
+    there yet: they wait for the next draft, since a few rows take no longer than one.
     """
 
     def __init__(self, spec: ActorSpec, checkpoint: str | None) -> None:
@@ -53,14 +51,9 @@ class Drafter:
         self._device = torch.device(spec.device)
         folder = Path(spec.folder)
         config = load_target_config(folder)
-        if checkpoint is None:
-            made_for, tensors = untrained_pdm(folder, config, spec.bounds, spec.anchors)
-        else:
-            made_for = PdmConfig.read(Path(checkpoint))
-            tensors = load_tensors(Path(checkpoint))
         self._embedding = WeightReader(folder)(EMBEDDING, spec.torch_dtype, self._device)
         dtype, device = spec.torch_dtype, self._device
-        self.pdm = build_pdm(made_for, tensors, config, dtype, device)
+        made_for, self.pdm = load_pdm(spec, config, checkpoint)
         slots, max_len = spec.slots, spec.max_len
         self._cache = SlotCache(config, made_for.layers, slots, max_len, dtype, device)
         self._cached = CachedPDM(self.pdm, self._cache, spec.weights)
@@ -70,6 +63,7 @@ class Drafter:
         self._types = depth_types(spec.anchors, spec.bounds)
         self._tapped = tapped_stages(spec.anchors, spec.bounds)
         self._in_flight = self._behind = self._nothing()
+        self._unread: dict[int, States] = {}  # by slot
         self._report = DraftReport(0.0)
 
     def _nothing(self) -> list[States]:
@@ -154,26 +148,40 @@ class Drafter:
     def rows(self, plan: CyclePlan) -> list[tuple[Rows, Tensor]]:
         """The PDM's rows of this cycle, without gaps for each sequence, and their features [R, H].
 
-        These are the rows that have just left the pipeline, as deepest type (their keys and values
-        are kept), and, where a draft is ordered, all rows in flight, each as the type of its depth.
+        Where a draft is ordered, these are the rows that have left the pipeline and are unread, as
+        deepest type (their keys and values are kept), and all rows in flight, each as the type of
+        its depth. Unread rows of other slots wait, unless somebody else builds on them.
         """
         deepest = self._spec.stages
+        for r, states in self._in_flight[deepest].items():
+            self._unread.setdefault(r.slot, {})[r] = states
         drafting = {order.slot for order in plan.drafts}
+        due = drafting | {a.slot for a in plan.admitted} | {c.source for c in plan.copies}
         by_slot: dict[int, list[tuple[Rows, Tensor]]] = {}
-        for depth in range(deepest, -1, -1):  # oldest first
-            if depth == deepest:
-                present = tuple(self._in_flight[deepest])
-            else:
-                present = tuple(r for r in plan.stages[depth] if r.slot in drafting)
-            for r in present:
-                states = self._in_flight[depth][r] if depth else self._embed(plan, r)[:, None]
-                feature = self.pdm.aggregation(states.flatten(1), self._types[depth])
-                by_slot.setdefault(r.slot, []).append((r, feature))
-                if depth == deepest:
-                    self._left[r.slot, r.start : r.end] = feature
+        for slot, unread in list(self._unread.items()):
+            if slot in due or sum(r.count for r in unread) >= MOST_UNREAD:
+                by_slot[slot] = [self._read(slot)]
+        for depth in range(deepest - 1, -1, -1):  # oldest first
+            for r in plan.stages[depth]:
+                if r.slot in drafting:
+                    states = self._in_flight[depth][r] if depth else self._embed(plan, r)[:, None]
+                    by_slot.setdefault(r.slot, []).append((r, self._features(states, depth)))
         return [
             self._joined(slot, parts, drafts=slot in drafting) for slot, parts in by_slot.items()
         ]
+
+    def _read(self, slot: int) -> tuple[Rows, Tensor]:
+        """The unread rows of a slot, as one, and their features, which are kept."""
+        unread = self._unread.pop(slot)
+        start = next(iter(unread)).start
+        features = self._features(torch.cat(list(unread.values())), self._spec.stages)
+        self._left[slot, start : start + len(features)] = features
+        return Rows(slot, start, len(features)), features
+
+    def _features(self, states: Tensor, depth: int) -> Tensor:
+        """States [R, anchors so far, H] of rows that have finished `depth` stages -> [R, H]."""
+        features: Tensor = self.pdm.aggregation(states.flatten(1), self._types[depth])
+        return features
 
     def _joined(
         self, slot: int, parts: list[tuple[Rows, Tensor]], *, drafts: bool

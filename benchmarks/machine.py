@@ -1,0 +1,52 @@
+"""What a measurement was made on, and what processes have used."""
+
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+import transformers
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def about() -> dict[str, str]:
+    """The machine and the versions, for the head of a report."""
+    return {
+        "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+    }
+
+
+def family() -> list[psutil.Process]:
+    """This process and all that it has started, Ray's among them."""
+    me = psutil.Process()
+    return [me, *me.children(recursive=True)]
+
+
+def cpu_seconds() -> float:
+    """Used so far by the family's living members."""
+    used = 0.0
+    for process in family():
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used += times.user + times.system
+    return used
+
+
+def memory_bytes() -> int:
+    """Held by the family; pages that several of them share count once."""
+    held = 0
+    for process in family():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            held += process.memory_full_info().pss
+    return held
