@@ -12,7 +12,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-full check format clean
+.PHONY: help setup serve test test-full bench check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test: setup ## Run the tests, as CI does (under 15 minutes)
 
 test-full: setup ## Run all tests, the whole matrices on the real model too
 	$(BIN)/python -m pytest
+
+bench: setup ## Measure one chat, beside transformers and llama.cpp (BENCH="--rounds 1")
+	$(BIN)/python -m benchmarks.chat $(BENCH)
 
 check: $(STAMP) ## Lint, formatting and types
 	$(BIN)/ruff check .

@@ -32,7 +32,7 @@ def chosen(options: argparse.Namespace) -> list[Way]:
     """The ways that are asked for and can be had."""
     ways = all_ways(options.model, os.cpu_count() or 1)
     if options.only:
-        ways = [way for way in ways if any(part in way.name for part in options.only)]
+        ways = [way for way in ways if way.name in options.only]
     if options.gguf is None or importlib.util.find_spec("llama_cpp") is None:
         left_out = [way.name for way in ways if way.kind == "llama.cpp"]
         ways = [way for way in ways if way.kind != "llama.cpp"]

@@ -21,6 +21,7 @@ from service.engine.recorder import NullRecorder
 from service.evaluation.prompts import encode, read_data_sets
 from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest
 from service.pipeline.blueprint import make_blueprint
+from service.pipeline.choice import make_graph
 from service.pipeline.graph import Graph
 from service.target import eos_token_ids, resolve_target
 from service.text.tokenizer import Tokenizer
@@ -80,16 +81,10 @@ def engine(task: Task, stack: ExitStack, cycles: Cycles) -> Talk:
     settings = parse_settings(task.way.settings)
     blueprint = make_blueprint(settings)
 
-    def make_graph() -> Graph:
-        if settings.pipeline.graph == "local":
-            from service.pipeline.local_graph import LocalGraph
+    def graph() -> Graph:
+        return make_graph(blueprint, settings.pipeline)
 
-            return LocalGraph(blueprint)
-        from service.pipeline.ray_graph import RayGraph
-
-        return RayGraph(blueprint, settings.pipeline)
-
-    running = Engine(make_graph, make_scheduler(settings, blueprint), cycles)
+    running = Engine(graph, make_scheduler(settings, blueprint), cycles)
     stack.callback(running.close)
     number = iter(range(10**9))
 

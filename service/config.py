@@ -31,7 +31,8 @@ class PipelineSettings(_Section):
     graph: Literal["ray", "local"] = Field(
         "ray",
         description="`ray`: an actor for each stage and one for the PDM, joined by a compiled "
-        "graph. `local`: the same stages as threads of one process.",
+        "graph. `local`: on one machine, without Ray in a cycle: processes that share memory on "
+        "CPUs, threads of one process elsewhere.",
     )
     stages: int = Field(2, ge=1, le=64, description="Number of pipeline stages, n.")
     layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(

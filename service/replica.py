@@ -18,6 +18,7 @@ from service.engine.scheduler import Scheduler
 from service.messages import Delta, Event, Failure, GenerateRequest
 from service.metrics import Metrics
 from service.pipeline.blueprint import Blueprint, make_blueprint
+from service.pipeline.choice import make_graph
 from service.pipeline.graph import Graph
 from service.target import eos_token_ids
 from service.text.stream import TextStream
@@ -48,17 +49,11 @@ class Pipeline:
             )
         placement_group = ray.util.get_current_placement_group()
 
-        def make_graph() -> Graph:
-            if settings.pipeline.graph == "local":
-                from service.pipeline.local_graph import LocalGraph
-
-                return LocalGraph(blueprint)
-            from service.pipeline.ray_graph import RayGraph
-
-            return RayGraph(blueprint, settings.pipeline, placement_group)
+        def graph() -> Graph:
+            return make_graph(blueprint, settings.pipeline, placement_group)
 
         scheduler = make_scheduler(settings, blueprint)
-        self._engine = Engine(make_graph, scheduler, Metrics(settings.name, spec.stages))
+        self._engine = Engine(graph, scheduler, Metrics(settings.name, spec.stages))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """The events of one request. Cancelling, as Serve does when the caller goes away, aborts

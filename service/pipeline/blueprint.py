@@ -15,12 +15,13 @@ from service.pdm.checkpoint import (
     target_fingerprint,
     untrained_draft_ids,
 )
-from service.pdm.features import default_anchors
+from service.pdm.features import default_anchors, stage_anchors
 from service.pipeline.linear import check_int8
 from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
 from service.pipeline.spec import ActorSpec, Emulation
 from service.target import check_context, load_target_config, resolve_target
 
+_FLOAT_BYTES = 4
 SHIPPED = Path(__file__).parents[2] / "deployments"  # the PDMs that come with the project
 
 
@@ -47,6 +48,14 @@ class Blueprint:
     @property
     def draft_vocabulary(self) -> int:
         return 0 if self.draft_ids is None else len(self.draft_ids)
+
+
+def largest_tensor_bytes(blueprint: Blueprint, chunk: int) -> int:
+    """Of what an actor sends in a cycle: a prompt chunk with its taps, or the drafts' q."""
+    spec = blueprint.spec
+    taps = max(len(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages))
+    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.hidden_size
+    return max(hidden, spec.slots * blueprint.draft_vocabulary) * _FLOAT_BYTES
 
 
 def head_cost(config: PretrainedConfig) -> float:

@@ -17,28 +17,23 @@ from torch import Tensor
 
 from service.config import PipelineSettings
 from service.messages import CyclePlan, CycleResult, DraftReport, StageReport
-from service.pdm.features import stage_anchors, tapped_stages
+from service.pdm.features import tapped_stages
 from service.pipeline.actors import drafter_class, stage_class
-from service.pipeline.blueprint import Blueprint
+from service.pipeline.blueprint import Blueprint, largest_tensor_bytes
 from service.pipeline.graph import GraphError
 
 log = logging.getLogger(__name__)
 logging.getLogger("ray.dag").setLevel(logging.WARNING)
 
-_FLOAT_BYTES = 4
 _ENVELOPE_BYTES = 64 * 1024  # plan, reports and serialisation around the tensors
 _ADMISSION_BYTES = 512 * 1024  # the one grammar that a plan may hold, or a bias for many tokens
 _LOGPROBS_BYTES = 1024  # of one token, with 20 alternatives
 
 
 def buffer_bytes(blueprint: Blueprint, chunk: int) -> int:
-    """The largest message: a prompt chunk with its taps, the drafts' q, or a plan or report."""
-    spec = blueprint.spec
-    taps = max(len(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages))
-    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.hidden_size
-    distributions = spec.slots * blueprint.draft_vocabulary
-    plain = _ADMISSION_BYTES + (chunk + spec.slots) * _LOGPROBS_BYTES
-    return max(max(hidden, distributions) * _FLOAT_BYTES, plain) + _ENVELOPE_BYTES
+    """The largest message: a tensor, a plan or a report."""
+    plain = _ADMISSION_BYTES + (chunk + blueprint.spec.slots) * _LOGPROBS_BYTES
+    return max(largest_tensor_bytes(blueprint, chunk), plain) + _ENVELOPE_BYTES
 
 
 def _size_buffers(size: int) -> None:
