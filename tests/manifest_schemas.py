@@ -1,5 +1,5 @@
-"""Which fields manifests may have: Kubernetes' own kinds by its published schemas, the RayService by
-that of its operator, the few others by the closed schemas below, which know what we use of them."""
+"""Which fields manifests may have: Kubernetes' own kinds by its published schemas, the RayService
+by that of its operator, the few others by the closed schemas below, which know what we use."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Whether manifests serve what they should, and have room for it. A check returns its complaints, in
-words."""
+"""Whether manifests serve what they should, and have room for it. A check returns its complaints,
+in words."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from service.app import pipeline_options
 from service.config import ConfigError, Settings, parse_settings
+from service.preflight import IMPORT_PATH
 from tests.manifests import Manifest, find, head_and_workers
 
 
@@ -35,6 +36,9 @@ def serve_config(manifests: Sequence[Manifest]) -> list[str]:
         problems.append(f"http_options: pods are reached at 0.0.0.0:8000, not {http.host}")
     if schema.proxy_location != "EveryNode":
         problems.append("proxy_location: workers without a proxy never become ready")
+    for application in config["applications"]:
+        if (application.get("import_path"), application.get("route_prefix")) != (IMPORT_PATH, "/"):
+            problems.append(f"import_path and route_prefix should be {IMPORT_PATH} and /")
     named = {d["name"] for a in config["applications"] for d in a["deployments"]}
     if named != {"Ingress", "Pipeline"}:
         problems.append(f"deployments are named Ingress and Pipeline, not {sorted(named)}")
