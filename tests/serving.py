@@ -53,11 +53,17 @@ def processes_of(port: int) -> list[str]:
 
 
 @contextmanager
-def serve(log: Path, args: dict[str, Any] | None = None, **environment: str) -> Iterator[Served]:
-    """`serve run` of deployments/spd.yaml on a free port, with other `args` where given."""
-    config = yaml.safe_load((DEPLOYMENTS / "spd.yaml").read_text())
+def serve(
+    log: Path,
+    args: dict[str, Any] | None = None,
+    text: str | None = None,
+    **environment: str,
+) -> Iterator[Served]:
+    """`serve run` of deployments/spd.yaml (or `text`) on a free port of this machine alone, with
+    other `args` where given."""
+    config = yaml.safe_load(text or (DEPLOYMENTS / "spd.yaml").read_text())
     port = free_port()
-    config["http_options"]["port"] = port
+    config["http_options"] = {"host": "127.0.0.1", "port": port}
     if args is not None:
         config["applications"][0]["args"] = args
     file = log.with_suffix(".yaml")

@@ -131,14 +131,6 @@ def test_preflight_says_it_without_a_traceback(tmp_path, default_model) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "deployments").glob("*.yaml")), ids=lambda f: f.name
-)
-def test_deployments_are_valid(file) -> None:
-    for application in yaml.safe_load(file.read_text())["applications"]:
-        parse_settings(application["args"])
-
-
 def bundles(**args) -> list[dict[str, float]]:
     return pipeline_options(parse_settings(args))["placement_group_bundles"]
 
