@@ -25,7 +25,10 @@ class SteppedGraph:
         self.plans: SimpleQueue[CyclePlan] = SimpleQueue()
         self.error: Exception | None = None
         self.draft_error: str | None = None
-        self.closed = threading.Event()
+        self.closed, self.killed = threading.Event(), threading.Event()
+        self.audits: SimpleQueue = SimpleQueue()
+        self.faults: list[str] = []
+        self.dead: str | None = None
         self.thread = threading.current_thread()
 
     def run(self, plan: CyclePlan) -> CycleResult:
@@ -38,6 +41,18 @@ class SteppedGraph:
         if self.draft_error is not None:
             return CycleResult(result.stages, DraftReport(0.0, (), self.draft_error), 0.0)
         return result
+
+    def audit(self, texts, *, drafter: bool) -> list[str]:
+        self.audits.put((texts, drafter))
+        return self.faults
+
+    def check(self, seconds: float) -> None:
+        self.checked = seconds
+        if self.dead is not None:
+            raise GraphError(self.dead)
+
+    def kill(self) -> None:
+        self.killed.set()
 
     def close(self) -> None:
         self.closed.set()
