@@ -53,13 +53,21 @@ def processes_of(port: int) -> list[str]:
 
 
 @contextmanager
-def serve(log: Path, args: dict[str, Any] | None = None, **environment: str) -> Iterator[Served]:
-    """`serve run` of deployments/spd.yaml on a free port, with other `args` where given."""
+def serve(
+    log: Path,
+    args: dict[str, Any] | None = None,
+    import_path: str | None = None,
+    **environment: str,
+) -> Iterator[Served]:
+    """`serve run` of deployments/spd.yaml on a free port, with other `args` and another application
+    where given."""
     config = yaml.safe_load((DEPLOYMENTS / "spd.yaml").read_text())
     port = free_port()
     config["http_options"]["port"] = port
     if args is not None:
         config["applications"][0]["args"] = args
+    if import_path is not None:
+        config["applications"][0]["import_path"] = import_path
     file = log.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
     with log.open("w") as out:

@@ -1,0 +1,117 @@
+"""Streams of every kind, and whether they are what they should be."""
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+MODEL = "toy"
+SCHEMA = {
+    "type": "object",
+    "properties": {"words": {"type": "array", "items": {"type": "string"}, "minItems": 30}},
+    "required": ["words"],
+    "additionalProperties": False,
+}
+
+
+def bodies(tokens: int) -> list[dict[str, Any]]:
+    """What depends on the text so far in every way: greedy and seeded, penalised, biased, with a
+    grammar, with log-probabilities, with a stop string that may begin anywhere."""
+    common = {"model": MODEL, "max_tokens": tokens, "stream": True, "return_token_ids": True}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "seed": 2, "repetition_penalty": 1.3, "min_tokens": 20},
+        {"temperature": 0, "logprobs": 3, "logit_bias": {"504": 5.0}},
+        {"temperature": 0.9, "seed": 3, "stop": ["<never>", "zzzz"], "top_p": 0.9},
+        {"temperature": 0.8, "seed": 4, "response_format": {"type": "json_object"}},
+        {"temperature": 0, "ignore_eos": True},
+    ]
+    return [
+        {**common, "prompt": f"{number}: once upon a time", **kind}
+        for number, kind in enumerate(kinds)
+    ]
+
+
+@dataclass
+class Stream:
+    """One request over HTTP, and what came of it."""
+
+    url: str
+    body: dict[str, Any]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    reason: str | None = None
+    error: Any = None
+    comments: int = 0
+    last: float = 0.0
+    longest: float = 0.0  # between two tokens, in seconds
+    begun: threading.Event = field(default_factory=threading.Event)
+    after: int = 1  # so many events, and `begun` is set
+
+    def run(self) -> None:
+        events = 0
+        self.last = time.monotonic()
+        try:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=self.body, timeout=120
+            ) as response:
+                if response.status_code != 200:
+                    self.error = (response.status_code, response.read().decode())
+                    return
+                for line in response.iter_lines():
+                    if line.startswith(":"):
+                        self.comments += 1
+                    elif line.startswith("data: {"):
+                        self._take(json.loads(line.removeprefix("data: ")))
+                        events += 1
+                        if events == self.after:
+                            self.begun.set()
+        except httpx.HTTPError as error:
+            self.error = repr(error)
+        finally:
+            self.begun.set()
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.error = chunk["error"]
+            return
+        now = time.monotonic()
+        self.longest, self.last = max(self.longest, now - self.last), now
+        (choice,) = chunk["choices"]
+        self.text += choice["text"]
+        self.token_ids += choice.get("token_ids") or []
+        if choice.get("logprobs"):
+            self.logprobs += [
+                (token, round(logprob, 3))
+                for token, logprob in zip(
+                    choice["logprobs"]["tokens"],
+                    choice["logprobs"]["token_logprobs"],
+                    strict=True,
+                )
+            ]
+        self.reason = choice["finish_reason"] or self.reason
+
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        return self.text, self.token_ids, self.reason, self.logprobs, self.error
+
+
+def start(streams: list[Stream]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=stream.run, daemon=True) for stream in streams]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def run_all(url: str, tokens: int) -> list[Stream]:
+    """All kinds at once, undisturbed."""
+    streams = [Stream(url, body) for body in bodies(tokens)]
+    for thread in start(streams):
+        thread.join(300)
+    return streams
