@@ -11,7 +11,7 @@ from tests.chaos.streams import MODEL
 from tests.serving import Served, serve
 from tests.toys import toy_chat_target
 
-WATCHDOG_S = 4.0
+WATCHDOG_S = 8.0
 
 
 def make_toy(folder: Path, default_model: Path) -> Path:
