@@ -59,6 +59,9 @@ class Pipeline:
                 "drafter.checkpoint is unset: the PDM is untrained and rarely right",
                 spec.stages,
             )
+        self._broken_pdm = blueprint.broken_pdm
+        if self._broken_pdm is not None:
+            log.error("The PDM can't be used, and it is served without: %s", self._broken_pdm)
         placement_group = ray.util.get_current_placement_group()
 
         def make_graph() -> ServingGraph:
@@ -71,7 +74,7 @@ class Pipeline:
             return RayGraph(blueprint, settings.pipeline, placement_group)
 
         scheduler = make_scheduler(settings, blueprint)
-        metrics = Metrics(settings.name, spec.stages)
+        metrics = Metrics(settings.name, spec.stages, speculates=self._broken_pdm is None)
         self._engine = Engine(
             make_graph,
             scheduler,
@@ -148,6 +151,9 @@ class Pipeline:
             return "off (one stage: nothing to fill)"
         if self._settings.emulated is not None:
             return f"{drafter.kind} (emulated devices: the text is nonsense)"
+        if self._broken_pdm is not None:
+            rest = "lookup" if drafter.uses_lookup else "off"
+            return f"{rest} (the PDM can't be used: {self._broken_pdm})"
         if self._engine.draft_error is not None:
             return f"{drafter.kind} (the PDM fails: {self._engine.draft_error})"
         if self._untrained:
@@ -179,6 +185,6 @@ def make_scheduler(settings: Settings, blueprint: Blueprint) -> Scheduler:
         eos_ids=eos_token_ids(folder, tokenizer),
         new_text=lambda request: TextStream(tokenizer.decode, request.stop),
         proposer=lookup_proposer(drafter.lookup_min_match) if drafter.uses_lookup else None,
-        uses_pdm=drafter.uses_pdm,
+        uses_pdm=blueprint.with_drafter,
         queue=settings.limits.queue + MAX_CHOICES,  # the door lets requests in as a whole
     )
