@@ -2,13 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.streams import MODEL
-from tests.serving import Served, serve
+from tests.serving import Served, serve, wait_until_ready
 from tests.toys import toy_chat_target
 
 WATCHDOG_S = 8.0
@@ -31,7 +32,7 @@ def deployment(
             "replicas": replicas,
             "stages": 2,
             "slots": 8,
-            "max_len": 2048,
+            "max_len": 1024,
             "cpus_per_actor": 0.05,
             "cycle_timeout_s": WATCHDOG_S,
         },
@@ -71,6 +72,17 @@ class Deployment:
         partial = self._orders / f"{place}.partial"
         partial.write_text(text)
         partial.rename(self._orders / place)
+
+    def wait_until_whole(self, replicas: int, most: float = 120) -> None:
+        """Until all pipelines are there, and serve."""
+        deadline = time.monotonic() + most
+        while time.monotonic() < deadline:
+            if len(self.pids("ServeReplica:spd:Pipeline")) == replicas and (
+                len(self.pids("DrafterActor")) == replicas
+            ):
+                break
+            time.sleep(0.2)
+        wait_until_ready(self.served)
 
     def withdraw(self) -> None:
         for file in self._orders.iterdir():

@@ -9,12 +9,8 @@ from typing import Any
 import httpx
 
 MODEL = "toy"
-SCHEMA = {
-    "type": "object",
-    "properties": {"words": {"type": "array", "items": {"type": "string"}, "minItems": 30}},
-    "required": ["words"],
-    "additionalProperties": False,
-}
+WORDS = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 400}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "words", "schema": WORDS}}
 
 
 def bodies(tokens: int) -> list[dict[str, Any]]:
@@ -28,7 +24,7 @@ def bodies(tokens: int) -> list[dict[str, Any]]:
         {"temperature": 0.7, "seed": 2, "repetition_penalty": 1.3, "min_tokens": 20},
         {"temperature": 0, "logprobs": 3, "logit_bias": {"504": 5.0}},
         {"temperature": 0.9, "seed": 3, "stop": ["<never>", "zzzz"], "top_p": 0.9},
-        {"temperature": 0.8, "seed": 4, "response_format": {"type": "json_object"}},
+        {"temperature": 0.8, "seed": 4, "response_format": FORMAT},
         {"temperature": 0, "ignore_eos": True},
     ]
     return [
@@ -50,7 +46,7 @@ class Stream:
     error: Any = None
     comments: int = 0
     last: float = 0.0
-    longest: float = 0.0  # between two tokens, in seconds
+    pause: float = 0.0  # the longest between two tokens, in seconds
     begun: threading.Event = field(default_factory=threading.Event)
     after: int = 1  # so many events, and `begun` is set
 
@@ -82,7 +78,7 @@ class Stream:
             self.error = chunk["error"]
             return
         now = time.monotonic()
-        self.longest, self.last = max(self.longest, now - self.last), now
+        self.pause, self.last = max(self.pause, now - self.last), now
         (choice,) = chunk["choices"]
         self.text += choice["text"]
         self.token_ids += choice.get("token_ids") or []
@@ -97,6 +93,11 @@ class Stream:
             ]
         self.reason = choice["finish_reason"] or self.reason
 
+    def mark(self) -> bool:
+        """From now on the pauses count. Says whether it still runs."""
+        self.pause = 0.0
+        return self.reason is None and self.error is None
+
     @property
     def outcome(self) -> tuple[Any, ...]:
         return self.text, self.token_ids, self.reason, self.logprobs, self.error
@@ -109,9 +110,12 @@ def start(streams: list[Stream]) -> list[threading.Thread]:
     return threads
 
 
-def run_all(url: str, tokens: int) -> list[Stream]:
-    """All kinds at once, undisturbed."""
+def undisturbed(url: str, tokens: int) -> list[Stream]:
+    """All kinds at once, when nothing happens."""
     streams = [Stream(url, body) for body in bodies(tokens)]
     for thread in start(streams):
         thread.join(300)
+    for stream in streams:
+        assert stream.error is None, stream.error
+        assert stream.reason == "length", stream.text
     return streams
