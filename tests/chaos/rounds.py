@@ -27,7 +27,7 @@ class Round:
     replicas: int
     running: int
     identical: int
-    errors: tuple[str, ...]
+    differences: tuple[str, ...]
     pauses: tuple[float, ...]
     stall: float
 
@@ -58,13 +58,17 @@ def play(
         for thread in threads:
             thread.join(LONGEST_S)
     deployment.withdraw()
-    same = [a.outcome == b.outcome for a, b in zip(streams, wanted, strict=True)]
+    differences = [
+        f"{number}: {difference}"
+        for number, (a, b) in enumerate(zip(streams, wanted, strict=True))
+        if (difference := a.difference(b)) is not None
+    ]
     return Round(
         fault=fault.name,
         replicas=replicas,
         running=running,
-        identical=sum(same),
-        errors=tuple(str(s.error) for s in streams if s.error is not None),
+        identical=len(streams) - len(differences),
+        differences=tuple(differences),
         pauses=tuple(s.pause for s in streams if s.pause >= HIT_S),
         stall=stall[0],
     )

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 MODEL = "toy"
+LOGPROB_NOISE = 1e-3
 WORDS = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 400}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "words", "schema": WORDS}}
 
@@ -41,7 +42,7 @@ class Stream:
     body: dict[str, Any]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     reason: str | None = None
     error: Any = None
     comments: int = 0
@@ -83,14 +84,7 @@ class Stream:
         self.text += choice["text"]
         self.token_ids += choice.get("token_ids") or []
         if choice.get("logprobs"):
-            self.logprobs += [
-                (token, round(logprob, 3))
-                for token, logprob in zip(
-                    choice["logprobs"]["tokens"],
-                    choice["logprobs"]["token_logprobs"],
-                    strict=True,
-                )
-            ]
+            self.logprobs += choice["logprobs"]["token_logprobs"]
         self.reason = choice["finish_reason"] or self.reason
 
     def mark(self) -> bool:
@@ -98,9 +92,26 @@ class Stream:
         self.pause = 0.0
         return self.reason is None and self.error is None
 
-    @property
-    def outcome(self) -> tuple[Any, ...]:
-        return self.text, self.token_ids, self.reason, self.logprobs, self.error
+    def difference(self, other: "Stream") -> str | None:
+        """In what two streams of one request differ, None where in nothing: log-probabilities may
+        by the noise of floats."""
+        for name in ("error", "reason", "token_ids", "text"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                at = (
+                    next(
+                        (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+                        "end",
+                    )
+                    if isinstance(mine, list | str) and isinstance(theirs, list | str)
+                    else ""
+                )
+                return f"{name} at {at}: {mine!s:.60} instead of {theirs!s:.60}"
+        if len(self.logprobs) != len(other.logprobs) or any(
+            abs(a - b) > LOGPROB_NOISE for a, b in zip(self.logprobs, other.logprobs, strict=True)
+        ):
+            return "log-probabilities"
+        return None
 
 
 def start(streams: list[Stream]) -> list[threading.Thread]:
