@@ -1,4 +1,4 @@
-"""Failures of a running deployment, over real actors and HTTP: the shortest; `make chaos` has all."""
+"""Failures of a running deployment, over real actors and HTTP: the shortest of `make chaos`."""
 
 import signal
 import threading
@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.deployment import Deployment, deployment, make_toy
 from tests.chaos.faults import PDM, STAGE
 from tests.chaos.rounds import TOKENS
-from tests.chaos.streams import MODEL, Stream, bodies, start
+from tests.chaos.streams import HTTP, MODEL, Stream, bodies, start
 
 WAIT_S = 120
 KINDS = (0, 3, 6)  # greedy; seeded with penalties; seeded with a schema
@@ -63,10 +63,10 @@ def test_a_killed_stage_is_a_pause(running: Deployment, wanted: list[Stream]) ->
         running.signal(STAGE, 0, signal.SIGKILL)
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
-            answers[:] = [httpx.get(f"{running.url}/ready", timeout=30)]
+            answers[:] = [HTTP.get(f"{running.url}/ready")]
             if answers[0].status_code == 503:
                 break
-        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+        assert HTTP.get(f"{running.url}/health").status_code == 200
         threads.extend(start([late]))
 
     threads: list[threading.Thread] = []
@@ -78,6 +78,7 @@ def test_a_killed_stage_is_a_pause(running: Deployment, wanted: list[Stream]) ->
     running.wait_until_whole(1)
 
 
+@pytest.mark.full
 def test_an_exception_in_the_middle_of_a_cycle(running: Deployment, wanted: list[Stream]) -> None:
     go_through(running, wanted, lambda: running.order("stage-1.accept"))
     running.wait_until_whole(1)
@@ -126,12 +127,10 @@ def test_after_too_many_restarts(tmp_path: Path, toy: Path) -> None:
         assert stream.error is not None
         assert stream.error["type"] == "server_error"
         assert "restarted more than 1 times in 600 s" in stream.error["message"]
-        ready = httpx.get(f"{running.url}/ready", timeout=30)
+        ready = HTTP.get(f"{running.url}/ready")
         assert ready.status_code == 503
         assert "the next try is in" in ready.json()["detail"]
         began = time.monotonic()
-        answer = httpx.post(
-            f"{running.url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=60
-        )
+        answer = HTTP.post(f"{running.url}/v1/completions", json={"model": MODEL, "prompt": "x"})
         assert answer.status_code == 503
         assert time.monotonic() - began < 10

@@ -13,11 +13,11 @@ import yaml
 
 from service.launch import graces
 from tests.chaos.deployment import make_toy
-from tests.chaos.streams import MODEL, Stream, bodies, start
+from tests.chaos.streams import HTTP, MODEL, Stream, bodies, start
 from tests.serving import DEPLOYMENTS, free_port, wait_until_gone
 
 WAIT_S = 120
-TOKENS = 900
+TOKENS = 700
 
 
 def launch(*arguments: str, **environment: str) -> subprocess.Popen:
@@ -124,7 +124,7 @@ def _first_refusal(url: str) -> httpx.Response:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        answer = HTTP.post(f"{url}/v1/completions", json=body)
         if answer.status_code != 200:
             return answer
     raise AssertionError("nothing was refused")
