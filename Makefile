@@ -12,7 +12,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-full bench check format clean
+.PHONY: help setup serve test test-full bench chaos check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,8 +30,7 @@ setup: $(STAMP) ## Make the virtual environment and the default model
 	@$(BIN)/python -m service.default_model > /dev/null
 
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (CONFIG=deployments/spd.yaml)
-	@$(BIN)/python -m service.preflight $(CONFIG)
-	@$(BIN)/serve run $(CONFIG)
+	@$(BIN)/python -m service.launch $(CONFIG)
 
 test: setup ## Run the tests, as CI does (under 15 minutes)
 	$(BIN)/python -m pytest -m "not full"
@@ -41,6 +40,9 @@ test-full: setup ## Run all tests, the whole matrices on the real model too
 
 bench: setup ## Measure one chat, beside transformers and llama.cpp (BENCH="--rounds 1")
 	$(BIN)/python -m benchmarks.chat $(BENCH)
+
+chaos: setup ## Faults under load, and what becomes of the streams (about 15 minutes)
+	$(BIN)/python -m tests.chaos
 
 check: $(STAMP) ## Lint, formatting and types
 	$(BIN)/ruff check .

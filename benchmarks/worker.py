@@ -22,7 +22,7 @@ from service.evaluation.prompts import encode, read_data_sets
 from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.choice import make_graph
-from service.pipeline.graph import Graph
+from service.pipeline.graph import ServingGraph
 from service.target import eos_token_ids, resolve_target
 from service.text.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ def engine(task: Task, stack: ExitStack, cycles: Cycles) -> Talk:
     settings = parse_settings(task.way.settings)
     blueprint = make_blueprint(settings)
 
-    def graph() -> Graph:
+    def graph() -> ServingGraph:
         return make_graph(blueprint, settings.pipeline)
 
     running = Engine(graph, make_scheduler(settings, blueprint), cycles)

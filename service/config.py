@@ -34,6 +34,13 @@ class PipelineSettings(_Section):
         "graph. `local`: on one machine, without Ray in a cycle: processes that share memory on "
         "CPUs, threads of one process elsewhere.",
     )
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Pipelines, each with stages and a PDM of its own. With a second one, the "
+        "streams of a pipeline that fails go on at once.",
+    )
     stages: int = Field(2, ge=1, le=64, description="Number of pipeline stages, n.")
     layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         None,
@@ -51,7 +58,11 @@ class PipelineSettings(_Section):
         "that a pipeline fits a laptop.",
     )
     cycle_timeout_s: float = Field(
-        60.0, gt=0, description="A cycle that takes longer means a hung actor: the replica fails."
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="The watchdog's bound: a cycle that takes longer, or an idle actor that does "
+        "not answer for so long, means a hung actor. The replica ends, and Serve starts a new one.",
     )
 
     @model_validator(mode="after")
@@ -128,6 +139,43 @@ class ApiSettings(_Section):
     )
 
 
+class LimitSettings(_Section):
+    """How much is taken on, for how long, and how often a failed pipeline is started anew."""
+
+    queue: int = Field(
+        64,
+        ge=0,
+        description="Requests that may wait for a slot, for each pipeline. Beyond it: 429.",
+    )
+    queue_timeout_s: float | None = Field(
+        300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A request that has waited for a slot for so long gets a 503. null: never.",
+    )
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="A request that has no end after so long gets a 504, or an error in its "
+        "stream. null: never.",
+    )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="Restarts of pipelines within `restart_window_s`. After these the streams "
+        "end with an error, and the next start waits until the window allows it. A request that "
+        "has lost its pipeline more often than this ends too: it may be what breaks it.",
+    )
+    restart_window_s: float = Field(600.0, gt=0, allow_inf_nan=False, description="See above.")
+    grace_s: float = Field(
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long running requests may go on when the server is told to end.",
+    )
+
+
 class EmulatedSettings(_Section):
     """Devices that wait instead of computing, for load tests and planning: no weights are read,
     and the text is nonsense of the right length."""
@@ -177,6 +225,7 @@ class Settings(_Section):
     pipeline: PipelineSettings = PipelineSettings()
     drafter: DrafterSettings = DrafterSettings()
     api: ApiSettings = ApiSettings()
+    limits: LimitSettings = LimitSettings()
 
     @model_validator(mode="after")
     def _emulated_is_meant(self) -> Self:

@@ -66,7 +66,8 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One text to generate."""
+    """One text to generate, or the rest of one: then `generated_ids` are what another pipeline has
+    generated of it, and what follows is an exact continuation. They count against `max_tokens`."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -76,13 +77,25 @@ class GenerateRequest:
     grammar: Grammar | None = None
     logprobs: int | None = None  # with each token its log-probability and so many alternatives
     prompt_logprobs: bool = False  # those of the prompt too, ahead of the first token
+    generated_ids: tuple[int, ...] = ()
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """What is read before anything is generated."""
+        return self.prompt_ids + self.generated_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A pipeline has taken the request: it runs, or waits for a slot there."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
     """What a finished request cost. Cycles count from its first generated token's entry into stage
     0; that first token is not among `decoded`. `drafted` counts verified proposals; `cached` prompt
-    tokens did not go through the pipeline, as their keys and values were there."""
+    tokens did not go through the pipeline, as their keys and values were there. Of a resumed one
+    all but the first two numbers are of its last run."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -121,11 +134,17 @@ class Delta:
     logprobs: Logprobs | None = None
 
 
+FailureKind = Literal["lost", "refused", "overloaded", "expired"]
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a stream that the engine could not finish."""
+    """The end of a stream that the engine could not finish. `lost`: the pipeline is of no use any
+    more, and another one can go on with the request; `refused`: none can run it; `overloaded`: the
+    queue was full; `expired`: it waited too long for a slot. The message is for the operator."""
 
     message: str
+    kind: FailureKind = "lost"
 
 
 Event = PromptScored | Delta | Failure

@@ -32,10 +32,11 @@ GAUGE_PERIOD_S = 2.0  # Ray drops a gauge that has not been set for some 20 s
 class Metrics:
     """The metrics of one pipeline. A `service.engine.recorder.Recorder`; needs a Ray process."""
 
-    def __init__(self, model_name: str, stages: int) -> None:
+    def __init__(self, model_name: str, stages: int, *, speculates: bool = True) -> None:
         self._model = {"model_name": model_name}
         self._stage_tags = [{"stage": str(stage)} for stage in range(stages)]
         self._load = (0, 0)
+        self._speculates = speculates
         self._make_request_metrics()
         self._make_pipeline_metrics()
         threading.Thread(target=self._keep_gauges, name="spd-gauges", daemon=True).start()
@@ -72,12 +73,21 @@ class Metrics:
         self._finished.inc(1, {"finished_reason": reason})
         self._request_seconds.observe(e2e_seconds)
 
+    def speculation(self, *, works: bool) -> None:
+        self._speculates = works
+
+    def restarted(self, *, was_intact: bool) -> None:
+        """This pipeline is in the place of one that failed, and could not tell any more."""
+        self._restarts.inc()
+        _add(self._violations, int(not was_intact))
+
     def _keep_gauges(self) -> None:
         while True:
             running, waiting = self._load
             self._running.set(running)
             self._waiting.set(waiting)
             self._stages.set(len(self._stage_tags))
+            self._speculation_works.set(self._speculates)
             time.sleep(GAUGE_PERIOD_S)
 
     def _make_request_metrics(self) -> None:
@@ -111,6 +121,15 @@ class Metrics:
         self._cycles = self._counter("pipeline_cycles", "Cycles run.")
         self._flushes = self._counter(
             "pipeline_flushes", "Rejected drafts; each voids what follows it in the pipeline."
+        )
+        self._speculation_works = self._gauge(
+            "speculation_works", "0 where the PDM is broken or drafting fails, else 1."
+        )
+        self._restarts = self._counter(
+            "pipeline_restarts", "Times that a pipeline was started in place of a lost one."
+        )
+        self._violations = self._counter(
+            "integrity_violations", "Times that an idle pipeline was not as it should be."
         )
         self._drafts = self._counter("spec_decode_num_drafts", "Verified drafts, of one token.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts.")

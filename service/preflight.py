@@ -27,7 +27,11 @@ def check(file: Path) -> None:
         if application.get("import_path") == IMPORT_PATH:
             settings = parse_settings(application.get("args") or {})
             load_keys(settings.api.keys_file, os.environ)
-            make_blueprint(settings)
+            broken = make_blueprint(settings).broken_pdm
+            if broken is not None:
+                sys.stderr.write(
+                    f"Warning: the PDM can't be used, it is served without: {broken}\n"
+                )
 
 
 def main() -> int:

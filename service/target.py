@@ -45,7 +45,10 @@ def resolve_target(model: str) -> Path:
                 f"or {DEFAULT_MODEL!r}."
             )
         path = _download(model)
-    _check_folder(path)
+    try:
+        _check_folder(path)
+    except OSError as error:
+        raise ConfigError(f"model: {path} can't be read: {error}") from error
     return path
 
 

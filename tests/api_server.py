@@ -139,6 +139,10 @@ class Connection:
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)
 
+    def end(self) -> None:
+        """Nothing more will be sent."""
+        self._socket.shutdown(socket.SHUT_WR)
+
     def post(self, path: str, *headers: str) -> None:
         """The head of a request."""
         lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]

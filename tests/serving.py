@@ -57,15 +57,18 @@ def serve(
     log: Path,
     args: dict[str, Any] | None = None,
     text: str | None = None,
+    import_path: str | None = None,
     **environment: str,
 ) -> Iterator[Served]:
     """`serve run` of deployments/spd.yaml (or `text`) on a free port of this machine alone, with
-    other `args` where given."""
+    other `args` and another application where given."""
     config = yaml.safe_load(text or (DEPLOYMENTS / "spd.yaml").read_text())
     port = free_port()
     config["http_options"] = {"host": "127.0.0.1", "port": port}
     if args is not None:
         config["applications"][0]["args"] = args
+    if import_path is not None:
+        config["applications"][0]["import_path"] = import_path
     file = log.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
     with log.open("w") as out:

@@ -606,7 +606,7 @@ def test_openapi(http: httpx.Client) -> None:
             for status, response in operation["responses"].items():
                 assert response["content"]
                 statuses[path].add(status)
-    generation = {"200", "400", "401", "404", "413", "500", "503", "default"}
+    generation = {"200", "400", "401", "404", "413", "429", "500", "503", "504", "default"}
     assert statuses["/v1/chat/completions"] == statuses["/v1/completions"] == generation
     assert statuses["/v1/models"] == {"200", "401", "default"}
     assert statuses["/v1/models/{model}"] == {"200", "401", "404", "default"}

@@ -86,7 +86,6 @@ def test_what_is_no_origin(origin) -> None:
             "pipeline.layers is [20, 11], which is 31 layers; the model has 30",
         ),
         ({"pipeline": {"max_len": 9000}}, "pipeline.max_len: 9000 is more than the 8192 positions"),
-        ({"drafter": {"checkpoint": "/nowhere"}}, "drafter.checkpoint is '/nowhere', but"),
         ({"model": "/nowhere"}, "there is no folder '/nowhere'"),
     ],
 )

@@ -1,6 +1,7 @@
 """The engine's thread: requests and aborts from outside, failures, and the way out."""
 
 import threading
+import time
 from queue import SimpleQueue
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from service.engine.engine import Engine
 from service.engine.recorder import NullRecorder
 from service.engine.scheduler import Scheduler
+from service.engine.slots import Place
 from service.messages import CyclePlan, CycleResult, Delta, DraftReport, Failure, GenerateRequest
 from service.pipeline.graph import GraphError
 from tests.test_scheduler import PlainText
@@ -25,7 +27,10 @@ class SteppedGraph:
         self.plans: SimpleQueue[CyclePlan] = SimpleQueue()
         self.error: Exception | None = None
         self.draft_error: str | None = None
-        self.closed = threading.Event()
+        self.closed, self.killed = threading.Event(), threading.Event()
+        self.audits: SimpleQueue = SimpleQueue()
+        self.faults: list[str] = []
+        self.dead: str | None = None
         self.thread = threading.current_thread()
 
     def run(self, plan: CyclePlan) -> CycleResult:
@@ -38,6 +43,18 @@ class SteppedGraph:
         if self.draft_error is not None:
             return CycleResult(result.stages, DraftReport(0.0, (), self.draft_error), 0.0)
         return result
+
+    def audit(self, texts, *, drafter: bool) -> list[str]:
+        self.audits.put((texts, drafter))
+        return self.faults
+
+    def check(self, seconds: float) -> None:
+        self.checked = seconds
+        if self.dead is not None:
+            raise GraphError(self.dead)
+
+    def kill(self) -> None:
+        self.killed.set()
 
     def close(self) -> None:
         self.closed.set()
@@ -59,8 +76,9 @@ class LoadRecorder(NullRecorder):
 class Bench:
     """An engine over a stepped graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, queue: int | None = None, queue_timeout_s: float | None = None) -> None:
         self.graph: SteppedGraph | None = None
+        self.failures: SimpleQueue[str] = SimpleQueue()
 
         def make() -> SteppedGraph:
             self.graph = SteppedGraph()
@@ -74,15 +92,22 @@ class Bench:
             eos_ids=frozenset(),
             new_text=lambda _: PlainText(),
             uses_pdm=True,
+            queue=queue,
         )
         self.recorder = LoadRecorder()
-        self.engine = Engine(make, self.scheduler, self.recorder)
+        self.engine = Engine(
+            make,
+            self.scheduler,
+            self.recorder,
+            queue_timeout_s=queue_timeout_s,
+            on_failure=self.failures.put,
+        )
         assert self.graph is not None
         self.events: dict[str, SimpleQueue] = {}
 
-    def submit(self, name: str, max_tokens: int = 4, prompt=(1, 2)) -> None:
+    def submit(self, name: str, max_tokens: int = 4, prompt=(1, 2), generated=()) -> None:
         self.events[name] = SimpleQueue()
-        request = GenerateRequest(name, tuple(prompt), max_tokens)
+        request = GenerateRequest(name, tuple(prompt), max_tokens, generated_ids=tuple(generated))
         self.engine.submit(request, self.events[name].put)
 
     def next(self, name: str):
@@ -201,3 +226,144 @@ def test_closing_ends_running_requests() -> None:
     while not bench.events["a"].empty():
         events.append(bench.next("a"))
     assert events[-1] == Failure("the server is shutting down")
+
+
+# --- overload -----------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_at_once() -> None:
+    bench = Bench(queue=1)
+    for name in "abcd":  # two slots, and one may wait
+        bench.submit(name, max_tokens=50)
+        if name == "a":
+            bench.plan()  # its first cycle is running: the others come between two
+    bench.graph.steps.release()
+    refused = bench.next("d")  # b and c take the other slot and the queue
+    assert refused == Failure("2 requests wait for a slot", "overloaded")
+    bench.graph.steps.release(1000)
+    assert isinstance(bench.next("a"), Delta)
+    bench.engine.close()
+
+
+def test_who_waits_too_long_is_told() -> None:
+    bench = Bench(queue_timeout_s=0.05)
+    for name in "abc":
+        bench.submit(name, max_tokens=20)
+    bench.plan()
+    time.sleep(0.1)
+    bench.submit("late", max_tokens=1)
+    bench.graph.steps.release(1000)
+    assert bench.next("c") == Failure("it waited too long for a slot", "expired")
+    assert isinstance(bench.next("a"), Delta), "who runs may go on"
+    assert isinstance(bench.next("late"), Delta)
+    bench.engine.close()
+    assert bench.scheduler.faults() == []
+
+
+def test_a_request_that_goes_on_is_never_turned_away() -> None:
+    bench = Bench(queue=0)
+    for name in "ab":
+        bench.submit(name, max_tokens=30)
+    bench.plan()
+    generated = tuple(continuation([1, 2], 3))
+    bench.submit("resumed", max_tokens=6, generated=generated)
+    bench.graph.steps.release(1000)
+    assert [bench.next("resumed").token_id for _ in range(3)] == continuation([1, 2], 6)[3:]
+    bench.engine.close()
+
+
+# --- the idle pipeline --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.engine.AUDIT_AFTER_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick_audit")
+def test_an_idle_pipeline_is_audited_once(bench: Bench) -> None:
+    bench.graph.audits.get(timeout=30)  # after the start
+    bench.graph.steps.release(1000)
+    bench.submit("a", max_tokens=3)
+    texts, drafter = bench.graph.audits.get(timeout=30)
+    assert drafter
+    held = [1, 2, *continuation([1, 2], 3)]
+    assert list(texts.values()) in ([held[:4], []], [[], held[:4]])
+    time.sleep(0.05)
+    assert bench.graph.audits.empty()
+
+
+@pytest.mark.usefixtures("quick_audit")
+def test_a_failing_drafter_is_not_asked(bench: Bench) -> None:
+    bench.graph.audits.get(timeout=30)
+    bench.graph.draft_error = "x"
+    bench.graph.steps.release(1000)
+    bench.submit("a", max_tokens=5)
+    assert not bench.graph.audits.get(timeout=30)[1]
+
+
+@pytest.mark.usefixtures("quick_audit")
+def test_what_is_not_as_it_should_be_ends_the_pipeline() -> None:
+    bench = Bench()
+    bench.graph.audits.get(timeout=30)
+    bench.graph.faults = ["the last stage has another text in the slots [1]"]
+    bench.graph.steps.release(1000)
+    bench.submit("a", max_tokens=1)
+    assert bench.failures.get(timeout=30) == (
+        "the idle pipeline is not as it should be: the last stage has another text in the slots [1]"
+    )
+    assert bench.graph.closed.is_set()
+    assert not bench.engine.alive
+
+
+def test_a_slot_that_is_lost_is_found() -> None:
+    bench = Bench()
+    bench.scheduler._slots.take(Place(1, 1, 0))
+    assert bench.scheduler.faults() == ["the slots [1] are neither free nor in use"]
+    bench.engine.close()
+
+
+def test_failures_are_told_to_whoever_has_to_act() -> None:
+    """When all requests know, and the actors have ended."""
+    bench = Bench()
+    bench.graph.error = GraphError("stage 1 died")
+    bench.submit("a")
+    bench.graph.steps.release()
+    assert bench.failures.get(timeout=30) == "stage 1 died"
+    assert isinstance(bench.events["a"].get_nowait(), Failure)
+    assert bench.graph.closed.is_set()
+
+
+def test_a_cycle_that_hangs_is_seen_from_outside(bench: Bench) -> None:
+    assert bench.engine.cycle_seconds == 0
+    bench.submit("a")
+    bench.plan()
+    time.sleep(0.02)
+    assert bench.engine.cycle_seconds >= 0.02
+    bench.engine.kill()
+    assert bench.graph.killed.is_set()
+
+
+# --- clients that go ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cycles", range(1, 7))
+def test_an_abort_at_any_point_gives_the_slot_back_at_once(cycles: int) -> None:
+    """In the prompt, before the first token, in the answer: the next plan may use the slot."""
+    bench = Bench()
+    bench.submit("a", prompt=range(20), max_tokens=10)  # a prompt of three chunks
+    bench.submit("b", prompt=(30,), max_tokens=30)
+    bench.submit("c", prompt=(50, 51), max_tokens=3)  # waits
+    for _ in range(cycles):
+        bench.plan()
+        if _ < cycles - 1:
+            bench.graph.steps.release()
+    bench.engine.abort("a")
+    bench.graph.steps.release()
+    plan = bench.plan()
+    assert (50, 51) in plan.tokens
+    assert all(rows.start + rows.count <= 4 or rows.slot == 1 for rows in plan.stages[0])
+    bench.graph.steps.release(1000)
+    assert [bench.next("c").token_id for _ in range(3)] == continuation([50, 51], 3)
+    bench.engine.close()
+    assert bench.scheduler.faults() == []

@@ -394,8 +394,54 @@ def test_a_broken_draft_vocabulary(target: Path, checkpoint: Path, damage: str) 
         "pipeline": {"stages": 3, "layers": [2, 2, 2], "max_len": 64},
         "drafter": {"checkpoint": str(checkpoint)},
     }
-    with pytest.raises(ConfigError):
-        LocalGraph(make_blueprint(Settings.model_validate(settings))).close()
+    blueprint = make_blueprint(Settings.model_validate(settings))
+    assert not blueprint.with_drafter, "the target is served without it"
+    wrong = "head.weight" if damage in ("head", "count") else "draft_ids"
+    assert wrong in (blueprint.broken_pdm or "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("no folder", "there is no pdm.json in it"),
+        ("no weights", "can't be read"),
+        ("cut", "can't be read"),
+        ("config", "is not a PDM's configuration"),
+        ("no tensor", "'norm.weight' should be [32], not nothing"),
+        ("shape", "'norm.weight' should be [32], not [31]"),
+    ],
+)
+def test_a_broken_pdm_is_served_without(
+    target: Path, checkpoint: Path, damage: str, said: str
+) -> None:
+    """And the reason is told; nothing but the drafts is missing."""
+    file = checkpoint / WEIGHTS_FILE
+    tensors = load_file(file)
+    match damage:
+        case "no folder":
+            shutil.rmtree(checkpoint)
+        case "no weights":
+            file.unlink()
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-8])
+        case "config":
+            (checkpoint / CONFIG_FILE).write_text("{")
+        case "no tensor":
+            save_file({k: t for k, t in tensors.items() if k != "norm.weight"}, file)
+        case "shape":
+            save_file({**tensors, "norm.weight": torch.ones(31)}, file)
+    settings = {
+        "model": str(target),
+        "pipeline": {"stages": 3, "layers": [2, 2, 2], "max_len": 64},
+        "drafter": {"checkpoint": str(checkpoint)},
+    }
+    blueprint = make_blueprint(Settings.model_validate(settings))
+    assert said in (blueprint.broken_pdm or "")
+    assert not blueprint.with_drafter
+    assert blueprint.spec.anchors == ()
+    graph = LocalGraph(blueprint)
+    assert graph.drafter is None
+    graph.close()
 
 
 def test_a_tensor_of_the_wrong_shape(target: Path, checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -67,6 +68,25 @@ def test_the_same_text_and_counts_as_the_local_graph(toy: Blueprint, graph: Proc
         assert [r.drafts for r in local_made.reports] == [r.drafts for r in other_made.reports]
     graph.close()
     assert not any(process.is_running() for process in started)
+
+
+def test_looking_after_it(toy: Blueprint, graph: ProcessGraph) -> None:
+    """What is in the slots, whether all live, and an end at once."""
+    prompt = prompts_of([9])[0]
+    generate(graph, requests_of([prompt], 5, None), stages=STAGES, uses_pdm=True)
+    assert graph.audit({0: prompt, 1: []}, drafter=True) == []
+    other = {0: [*prompt[:-1], prompt[-1] + 1]}
+    assert graph.audit(other, drafter=False) == ["the last stage has another text in the slots [0]"]
+    assert len(graph.audit(other, drafter=True)) == 2
+    with closing(ProcessGraph(replace(toy, draft_ids=None), 8, 60)) as without:
+        assert without.audit({0: []}, drafter=False) == []
+    graph.check(1.0)
+    processes = children()
+    graph.kill()
+    for process in processes:
+        process.wait()
+    with pytest.raises(GraphError, match="has died"):
+        graph.check(1.0)
 
 
 def run_often(graph: ProcessGraph) -> None:

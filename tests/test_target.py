@@ -12,8 +12,10 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import LlamaConfig
 
 from service import target
-from service.config import DEFAULT_MODEL, ConfigError
+from service.config import DEFAULT_MODEL, ConfigError, PipelineSettings, Settings
+from service.pipeline.blueprint import make_blueprint
 from service.text.tokenizer import Tokenizer
+from tests.toys import toy_target
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -169,3 +171,56 @@ def test_context(folder: Path) -> None:
     target.check_context(config, 64)
     with pytest.raises(ConfigError, match=r"pipeline\.max_len: 65 is more than the 64 positions"):
         target.check_context(config, 65)
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return toy_target(tmp_path / "toy", layers=2)
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_blueprint(Settings(model=str(folder), pipeline=PipelineSettings(max_len=64)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 7, 400, -1])
+def test_truncated_weights(weights: Path, size: int) -> None:
+    """Found at the start, whatever stage would have read what is missing."""
+    file = weights / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert f"{file} can't be read" in refused(weights)
+
+
+def test_weights_that_are_something_else(weights: Path) -> None:
+    (weights / "model.safetensors").write_bytes(b"PK\x03\x04" * 100)
+    assert "can't be read" in refused(weights)
+
+
+def test_weights_of_another_model(weights: Path, tmp_path: Path) -> None:
+    other = toy_target(tmp_path / "other", layers=2, hidden_size=64)
+    shutil.copy(other / "model.safetensors", weights)
+    message = refused(weights)
+    assert "by config.json it should be" in message
+    assert "Are these files of one model?" in message
+    fewer = toy_target(tmp_path / "fewer", layers=1)
+    shutil.copy(fewer / "model.safetensors", weights)
+    assert "no tensor 'model.layers.1." in refused(weights)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {"model.norm.weight": "x"}}'])
+def test_a_broken_index(weights: Path, index: str) -> None:
+    (weights / "model.safetensors.index.json").write_text(index)
+    message = refused(weights)
+    assert "can't be" in message
+
+
+def test_a_folder_that_may_not_be_read(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("service.target._check_folder", forbidden)
+    assert "can't be read: [Errno 13] Permission denied" in refused(weights)

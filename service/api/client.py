@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
+from service.api.door import RETRY_AFTER_S, queue_full
 from service.api.errors import ApiError
 from service.messages import Delta, Event, Failure, GenerateRequest, Grammar, PromptScored
 
@@ -89,9 +90,8 @@ async def sound(
     try:
         async with aclosing(events):
             async for event in events:
-                if isinstance(event, Failure):  # its message is for the operator
-                    logger.error("The pipeline failed: %s", event.message)
-                    raise ApiError(503, "The pipeline failed; try again.")
+                if isinstance(event, Failure):
+                    raise _failed(event)
                 finished = isinstance(event, Delta) and event.stats is not None
                 yield event
     except PipelineUnavailableError as error:
@@ -100,11 +100,28 @@ async def sound(
         raise ApiError(500, "The pipeline ended before the text did.")
 
 
+def _failed(failure: Failure) -> ApiError:
+    """What a client learns of a failure, whose message is for the operator."""
+    if failure.kind == "overloaded":
+        return queue_full()
+    if failure.kind == "expired":
+        return ApiError(
+            503,
+            "The request has waited for too long; try again.",
+            code="queue_timeout",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    logger.error("The pipeline failed: %s", failure.message)
+    return ApiError(503, "The pipeline failed; try again.")
+
+
 async def merged(
-    streams: Sequence[AsyncGenerator[T, None]],
+    streams: Sequence[AsyncGenerator[T, None]], timeout_s: float | None = None
 ) -> AsyncGenerator[tuple[int, T], None]:
     """What comes from all streams, as it comes, with the stream's number. The first exception ends
-    all of them, and so does closing it: all are closed when it is over."""
+    all of them, and so does closing it: all are closed when it is over.
+
+    Raises ApiError 504 where they have no end after so long."""
     queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
@@ -117,10 +134,16 @@ async def merged(
             queue.put_nowait(error)
 
     pumps = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(streams)]
+    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
     try:
         running = len(pumps)
         while running:
-            item = await queue.get()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    item = await queue.get()
+            except TimeoutError:
+                message = f"The request took more than the {timeout_s:g} s that it may."
+                raise ApiError(504, message, code="request_timeout") from None
             if isinstance(item, Exception):
                 raise item
             if item is None:

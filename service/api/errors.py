@@ -26,19 +26,29 @@ class ErrorObject(TypedDict):
 
 
 class ApiError(Exception):
-    """An error that a client may read. `param` is the dotted name of the field at fault."""
+    """An error that a client may read. `param` is the dotted name of the field at fault. After
+    `retry_after_s` the same request may do better."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
 
     def body(self) -> ErrorObject:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         return {
             "error": {
                 "message": self.message,
@@ -66,7 +76,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def known(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status)
+        return JSONResponse(error.body(), error.status, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

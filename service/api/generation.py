@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,6 +13,7 @@ from service.api.access import note_choices
 from service.api.answers import ChatCompletion, TextCompletion
 from service.api.choices import Choice, Piece, joined
 from service.api.client import PipelineClient, merged, sound
+from service.api.door import Door
 from service.api.errors import documented
 from service.api.protocol import ChatBody, CompletionBody, StreamOptions
 from service.api.replies import ChatReply, Reply, TextReply, usage
@@ -28,14 +30,31 @@ TEXT_CHUNK = (
 )
 
 
-def generation_routes(
-    pipeline: PipelineClient, served: Served, *, keep_alive_s: float
-) -> APIRouter:
-    router = APIRouter(responses=documented(400, 401, 404, 413, 500, 503))
+@dataclass(frozen=True, slots=True)
+class Generating:
+    """The way to the pipeline, through the door."""
+
+    pipeline: PipelineClient
+    door: Door
+    timeout_s: float | None
+
+    async def pieces(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        """The pieces of all choices, as they come. Closing it aborts what has not ended."""
+        with self.door.entered(len(choices)):
+            streams = [sound(self.pipeline.generate(choice.request)) for choice in choices]
+            async with aclosing(merged(streams, self.timeout_s)) as found:
+                async for number, event in found:
+                    for piece in choices[number].take(event):
+                        yield choices[number], piece
+
+
+def generation_routes(generating: Generating, served: Served, *, keep_alive_s: float) -> APIRouter:
+    router = APIRouter(responses=documented(400, 401, 404, 413, 429, 500, 503, 504))
 
     async def answer(
         request: Request, body: ChatBody | CompletionBody, kind: type[Reply]
     ) -> Response:
+        generating.door.check()
         reply = kind(served.model, served.names, token_ids=body.return_token_ids is True)
         # The client's id alone may come twice.
         request_id = f"{reply.id}-{request.state.request_id}"
@@ -43,9 +62,9 @@ def generation_routes(
         choices = await asyncio.to_thread(served.choices, body, request_id)
         note_choices(request, choices)
         if not body.stream:
-            return await until_disconnect(request.receive, _whole(pipeline, reply, choices))
+            return await until_disconnect(request.receive, _whole(generating, reply, choices))
         options = body.stream_options or StreamOptions()
-        chunks = paced(_chunks(pipeline, reply, choices, options), keep_alive_s)
+        chunks = paced(_chunks(generating, reply, choices, options), keep_alive_s)
         # The first token decides the status, so it is awaited before any of the response is sent;
         # but not for longer than a connection may be silent.
         first = await until_disconnect(request.receive, following(chunks))
@@ -77,18 +96,18 @@ def _answers(whole: type, chunk: str) -> dict[str, Any]:
     }
 
 
-async def _whole(pipeline: PipelineClient, reply: Reply, choices: Sequence[Choice]) -> Response:
+async def _whole(generating: Generating, reply: Reply, choices: Sequence[Choice]) -> Response:
     parts: list[list[Piece]] = [[] for _ in choices]
-    async with aclosing(_pieces(pipeline, choices)) as pieces:
+    async with aclosing(generating.pieces(choices)) as pieces:
         async for choice, piece in pieces:
             parts[choice.index].append(piece)
     return JSONResponse(reply.whole(choices, [joined(pieces) for pieces in parts]))
 
 
 async def _chunks(
-    pipeline: PipelineClient, reply: Reply, choices: Sequence[Choice], options: StreamOptions
+    generating: Generating, reply: Reply, choices: Sequence[Choice], options: StreamOptions
 ) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(_pieces(pipeline, choices)) as pieces:
+    async with aclosing(generating.pieces(choices)) as pieces:
         async for choice, piece in pieces:
             chunk = reply.chunk(choice, piece)
             if options.continuous_usage_stats:
@@ -98,14 +117,3 @@ async def _chunks(
             yield chunk
     if options.include_usage:
         yield reply.last_chunk(choices)
-
-
-async def _pieces(
-    pipeline: PipelineClient, choices: Sequence[Choice]
-) -> AsyncGenerator[tuple[Choice, Piece], None]:
-    """The pieces of all choices, as they come. Closing it aborts what has not ended."""
-    streams = [sound(pipeline.generate(choice.request)) for choice in choices]
-    async with aclosing(merged(streams)) as found:
-        async for number, event in found:
-            for piece in choices[number].take(event):
-                yield choices[number], piece

@@ -15,8 +15,9 @@ from service.api.client import (
     PipelineClient,
     PipelineUnavailableError,
 )
+from service.api.door import Door
 from service.api.errors import documented, install_handlers
-from service.api.generation import generation_routes
+from service.api.generation import Generating, generation_routes
 from service.api.guard import install_guards
 from service.api.keys import ApiKeys
 from service.api.requests import Served
@@ -40,9 +41,11 @@ def create_api(
     settings: ApiSettings = _DEFAULTS,
     keys: ApiKeys = _NO_KEYS,
     echo_request_id: bool = True,
+    door: Door | None = None,
+    timeout_s: float | None = None,
 ) -> FastAPI:
     """OpenAI's API over `pipeline`. `metrics_text` is the exposition that GET /metrics returns.
-    Without keys the API is open.
+    Without keys the API is open. A request may take `timeout_s`.
 
     Ray Serve's proxy echoes X-Request-Id itself; a second header would reach clients as `a, a`.
     """
@@ -50,10 +53,12 @@ def create_api(
     install_guards(app, settings, keys, echo_request_id=echo_request_id)
     install_handlers(app)
     served = Served(model, max_len, tokenizer, grammars)
-    app.include_router(generation_routes(pipeline, served, keep_alive_s=settings.keep_alive_s))
+    door = door or Door()
+    generating = Generating(pipeline, door, timeout_s)
+    app.include_router(generation_routes(generating, served, keep_alive_s=settings.keep_alive_s))
     app.include_router(_models(served))
     app.include_router(text_routes(served))
-    app.include_router(_operations(pipeline, metrics_text))
+    app.include_router(_operations(pipeline, door, metrics_text))
     return app
 
 
@@ -80,7 +85,7 @@ def _models(served: Served) -> APIRouter:
 
 
 def _operations(
-    pipeline: PipelineClient, metrics_text: Callable[[], Awaitable[bytes]]
+    pipeline: PipelineClient, door: Door, metrics_text: Callable[[], Awaitable[bytes]]
 ) -> APIRouter:
     router = APIRouter()
 
@@ -92,6 +97,9 @@ def _operations(
     @router.get("/ready", responses={200: {"model": Readiness}, 503: {"model": Readiness}})
     async def ready() -> JSONResponse:
         """Whether the pipeline takes requests, and with what speculation."""
+        if door.is_closed:
+            detail = f"shutting down; {door.inside} requests are left"
+            return JSONResponse({"ready": False, "detail": detail, "speculation": None}, 503)
         try:
             status = await pipeline.status()
         except PipelineUnavailableError as error:

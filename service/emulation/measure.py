@@ -17,7 +17,7 @@ from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest
 from service.pdm.checkpoint import untrained_draft_ids
 from service.pdm.features import default_anchors
 from service.pipeline.blueprint import Blueprint, make_emulation
-from service.pipeline.graph import Graph, GraphError
+from service.pipeline.graph import GraphError, ServingGraph
 from service.pipeline.partition import balanced_layers, stage_bounds
 from service.pipeline.spec import ActorSpec
 
@@ -107,7 +107,7 @@ def running(setup: Setup, max_len: int, clock: Clock) -> Iterator[Engine]:
         uses_pdm=True,
     )
 
-    def make_graph() -> Graph:
+    def make_graph() -> ServingGraph:
         if setup.graph == "local":
             from service.pipeline.local_graph import LocalGraph
 

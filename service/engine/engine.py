@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from service.engine.recorder import Recorder
-from service.engine.scheduler import Scheduler
+from service.engine.recorder import Outcome, Recorder
+from service.engine.scheduler import QueueFullError, Scheduler
 from service.engine.sequence import Sequence, Sink
 from service.messages import (
     CyclePlan,
@@ -17,13 +17,15 @@ from service.messages import (
     GenerateRequest,
     PromptScored,
 )
-from service.pipeline.graph import Graph, GraphError
+from service.pipeline.graph import GraphError, ServingGraph
 
 log = logging.getLogger(__name__)
 
 Command = Callable[[], None]
 
 CLOSE_SECONDS = 10.0
+AUDIT_AFTER_S = 1.0
+NOT_INTACT = "the idle pipeline is not as it should be"
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -32,11 +34,23 @@ class Engine:
     thread carries out between two cycles."""
 
     def __init__(
-        self, make_graph: Callable[[], Graph], scheduler: Scheduler, recorder: Recorder
+        self,
+        make_graph: Callable[[], ServingGraph],
+        scheduler: Scheduler,
+        recorder: Recorder,
+        *,
+        queue_timeout_s: float | None = None,
+        on_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`make_graph` is called in the engine's thread, where a compiled graph must be made, run
-        and closed. Waits until it is there; raises what it raises."""
+        and closed. Waits until it is there; raises what it raises. A request that has waited for a
+        slot for `queue_timeout_s` is told so. `on_failure` is called in the engine's thread
+        once the pipeline is of no use any more: all requests know, and the actors have ended."""
         self._make_graph, self._scheduler, self._recorder = make_graph, scheduler, recorder
+        self._queue_timeout_s, self._on_failure = queue_timeout_s, on_failure
+        self._graph: ServingGraph | None = None
+        self._cycle_began: float | None = None
+        self._is_audited = False
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._clocks: dict[str, RequestClock] = {}
         self._running = True
@@ -74,11 +88,27 @@ class Engine:
     def alive(self) -> bool:
         return self.failure is None and self._thread.is_alive()
 
+    @property
+    def cycle_seconds(self) -> float:
+        """For how long the present cycle has been running; 0 between two."""
+        began = self._cycle_began
+        return 0.0 if began is None else time.perf_counter() - began
+
+    def check(self, seconds: float) -> None:
+        """Asks all actors for a sign of life. Raises GraphError where one gives none in time."""
+        if self._graph is not None:
+            self._graph.check(seconds)
+
+    def kill(self) -> None:
+        """Ends the actors, whatever they or the engine's thread are doing."""
+        if self._graph is not None:
+            self._graph.kill()
+
     # --- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            graph = self._make_graph()
+            graph = self._graph = self._make_graph()
         except BaseException as error:
             self._start_error = error
             return
@@ -93,20 +123,58 @@ class Engine:
             graph.close()
         except Exception:
             log.exception("the graph could not be closed")
+        if self.failure is not None:
+            self._on_failure(self.failure)
         while self._running:  # requests that come before a failed replica is replaced
             self._commands.get()()
 
-    def _cycle(self, graph: Graph) -> None:
+    def _cycle(self, graph: ServingGraph) -> None:
         """One cycle of the machine: plan, run, hand out tokens."""
+        self._expire()
         plan = self._scheduler.plan()
         self._recorder.load(self._scheduler.running, self._scheduler.waiting)
         if plan is None:
-            self._commands.get()()  # nothing to do until somebody says something
+            self._rest(graph)
             return
+        self._is_audited, self._cycle_began = False, time.perf_counter()
         result = graph.run(plan)
+        self._cycle_began = None
         for sequence, event in self._scheduler.apply(result):
             self._deliver(sequence, event)
         self._record(plan, result)
+
+    def _rest(self, graph: ServingGraph) -> None:
+        """Nothing to do until somebody says something; then there is time to look at the books."""
+        try:
+            command = self._commands.get(timeout=None if self._is_audited else AUDIT_AFTER_S)
+        except Empty:
+            self._audit(graph)
+        else:
+            command()
+
+    def _audit(self, graph: ServingGraph) -> None:
+        """Whether an idle pipeline is as it should be: all slots free, and in each of them what the
+        scheduler believes. What is wrong can't be told from its consequences: the pipeline is made
+        anew."""
+        self._is_audited = True
+        faults = self._scheduler.faults()
+        if self._clocks:
+            faults.append(f"requests without an end: {sorted(self._clocks)}")
+        faults += graph.audit(self._scheduler.held, drafter=self.draft_error is None)
+        if faults:
+            raise GraphError(f"{NOT_INTACT}: " + "; ".join(faults))
+
+    def _expire(self) -> None:
+        """Ends what has waited for a slot for too long."""
+        if self._queue_timeout_s is None or not self._scheduler.waiting:
+            return
+        oldest = time.perf_counter() - self._queue_timeout_s
+        for request_id in self._scheduler.new_in_queue:
+            if self._clocks[request_id].arrived < oldest:
+                sink = self._scheduler.unqueue(request_id)
+                assert sink is not None
+                sink(Failure("it waited too long for a slot", "expired"))
+                self._over(request_id, "error")
 
     def _hear_commands(self) -> bool:
         """Carries out what other threads have asked for; False once it was to stop."""
@@ -125,15 +193,21 @@ class Engine:
         try:
             self._scheduler.add(request, sink)
         except ValueError as error:
-            sink(Failure(str(error)))
+            sink(Failure(str(error), "refused"))
+            return
+        except QueueFullError as error:
+            sink(Failure(str(error), "overloaded"))
             return
         self._clocks[request.request_id] = RequestClock(arrived)
         self._recorder.request_started(len(request.prompt_ids))
 
     def _abort(self, request_id: str) -> None:
         if self._scheduler.abort(request_id):
-            clock = self._clocks.pop(request_id)
-            self._recorder.request_finished("abort", time.perf_counter() - clock.arrived)
+            self._over(request_id, "abort")
+
+    def _over(self, request_id: str, outcome: Outcome) -> None:
+        clock = self._clocks.pop(request_id)
+        self._recorder.request_finished(outcome, time.perf_counter() - clock.arrived)
 
     def _stop(self) -> None:
         self._running = False
@@ -159,6 +233,7 @@ class Engine:
         error = result.drafter.error if result.drafter else None
         if error != self.draft_error and (error or plan.drafts):  # success is a draft that came
             log.warning("speculation: %s", error or "works again")
+            self._recorder.speculation(works=error is None)
             self.draft_error = error
 
     def _fail(self, error: Exception) -> None:

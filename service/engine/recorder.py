@@ -28,6 +28,9 @@ class Recorder(Protocol):
     def request_finished(self, reason: Outcome, e2e_seconds: float) -> None:
         """A request is over, for whatever reason, so long after it arrived."""
 
+    def speculation(self, *, works: bool) -> None:
+        """Drafting fails, or works again."""
+
 
 class NullRecorder:
     """Measures nothing."""
@@ -43,3 +46,5 @@ class NullRecorder:
     def token(self, gap_seconds: float) -> None: ...
 
     def request_finished(self, reason: Outcome, e2e_seconds: float) -> None: ...
+
+    def speculation(self, *, works: bool) -> None: ...

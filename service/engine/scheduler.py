@@ -28,6 +28,10 @@ from service.messages import (
 )
 
 
+class QueueFullError(Exception):
+    """As many requests wait as may."""
+
+
 class Scheduler:
     """Slots, the sequences in them, and those that wait for one."""
 
@@ -42,9 +46,11 @@ class Scheduler:
         new_text: Callable[[GenerateRequest], Text],
         new_proposer: Callable[[], Proposer] | None = None,
         uses_pdm: bool = False,
+        queue: int | None = None,
     ) -> None:
         """A request's own proposer goes first, the PDM drafts where it has nothing. With one stage
-        there is nothing to fill, and neither is asked."""
+        there is nothing to fill, and neither is asked. `queue`: how many requests may wait for a
+        slot."""
         self._stages, self._max_len, self._chunk = stages, max_len, chunk
         self._eos_ids, self._new_text = eos_ids, new_text
         self._new_proposer = new_proposer if stages > 1 else None
@@ -52,6 +58,7 @@ class Scheduler:
         self._slots = Slots(slots)
         self._waiting: deque[tuple[GenerateRequest, Sink]] = deque()
         self._running: dict[str, Sequence] = {}  # by request id, oldest first
+        self._queue = queue
         self._cycle = 0
         self._prompt_budget = 0
 
@@ -63,20 +70,37 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queues a request, whose prompt has 1 to max_len - 1 tokens. Its events go to `sink`.
+    @property
+    def new_in_queue(self) -> list[str]:
+        """The ids of those that wait for their first token."""
+        return [request.request_id for request, _ in self._waiting if not request.generated_ids]
 
-        Raises ValueError for one that can't be run, or whose id is in use."""
-        if not 0 < len(request.prompt_ids) < self._max_len:
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queues a request, whose known tokens are 1 to max_len - 1. Its events go to `sink`. One
+        that goes on after a failure goes first, however many wait: its client has seen a part.
+
+        Raises ValueError for one that can't be run, or whose id is in use, and QueueFullError.
+        """
+        known = len(request.known_ids)
+        if not request.prompt_ids or known >= self._max_len:
             raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens does not fit a slot of "
-                f"{self._max_len} positions"
+                f"a prompt of {known} tokens does not fit a slot of {self._max_len} positions"
             )
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens is {request.max_tokens}; at least 1 is generated")
+        if request.max_tokens <= len(request.generated_ids):
+            raise ValueError(
+                f"max_tokens is {request.max_tokens}; at least 1 is generated, behind "
+                f"{len(request.generated_ids)} that are there"
+            )
+        if request.prompt_logprobs and request.generated_ids:
+            raise ValueError("the log-probabilities of a resumed request's prompt have gone out")
         waiting = {w.request_id for w, _ in self._waiting}
         if request.request_id in self._running or request.request_id in waiting:
             raise ValueError(f"the request id {request.request_id!r} is in use")
+        if request.generated_ids:
+            self._waiting.appendleft((request, sink))
+            return
+        if self._queue is not None and len(self._waiting) >= self._queue + len(self._slots.free):
+            raise QueueFullError(f"{len(self._waiting)} requests wait for a slot")
         self._waiting.append((request, sink))
 
     def abort(self, request_id: str) -> bool:
@@ -85,10 +109,15 @@ class Scheduler:
         if sequence is not None:
             self._release(sequence)
             return True
-        left = deque(w for w in self._waiting if w[0].request_id != request_id)
-        known = len(left) < len(self._waiting)
-        self._waiting = left
-        return known
+        return self.unqueue(request_id) is not None
+
+    def unqueue(self, request_id: str) -> Sink | None:
+        """Forgets a request that waits, and returns its sink; None where it does not wait."""
+        for request, sink in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove((request, sink))
+                return sink
+        return None
 
     def drop_all(self) -> list[Sink]:
         """Forgets all requests and returns their sinks: the pipeline has failed."""
@@ -97,6 +126,20 @@ class Scheduler:
             self._release(sequence)
         self._waiting.clear()
         return sinks
+
+    def faults(self) -> list[str]:
+        """What is wrong with the bookkeeping of a scheduler that has nothing to do."""
+        found = []
+        if self._running or self._waiting:
+            found.append(f"{self.running} requests run and {self.waiting} wait, without a plan")
+        if missing := sorted(set(range(self._slots.count)) - set(self._slots.free)):
+            found.append(f"the slots {missing} are neither free nor in use")
+        return found
+
+    @property
+    def held(self) -> dict[int, list[int]]:
+        """The tokens whose keys and values are in each free slot, by slot."""
+        return self._slots.held
 
     # --- planning -------------------------------------------------------------------------------
 
@@ -110,7 +153,7 @@ class Scheduler:
         sequences = list(self._running.values())
         for sequence in sequences:
             sequence.rows = [self._enter(sequence), *sequence.rows[:-1]]
-            if sequence.entered > sequence.prompt_length:
+            if sequence.entered > sequence.known_length:
                 sequence.cycles += 1
         stages = tuple(
             tuple(r for s in sequences if (r := s.rows[k]) is not None) for k in range(self._stages)
@@ -151,22 +194,24 @@ class Scheduler:
         """Whether waiting is better than reading the prompt: a running request is about to bring a
         much longer beginning of it, as that of the same prompt's other answers is."""
         return any(
-            s.left < s.prompt_length
-            and reusable(request, s.request.prompt_ids) > reused + self._chunk
+            s.left < s.known_length
+            and reusable(request, s.request.known_ids) > reused + self._chunk
             for s in self._running.values()
         )
 
     def _sequence(self, request: GenerateRequest, sink: Sink, place: Place) -> Sequence:
-        stop = request.stop
+        stop, text = request.stop, self._new_text(request)
+        for token in request.generated_ids:  # has gone out; what it holds back is there again
+            text.push(token)
         return Sequence(
             request=request,
             sink=sink,
-            text=self._new_text(request),
+            text=text,
             proposer=None if self._new_proposer is None else self._new_proposer(),
             slot=place.slot,
             limit=min(len(request.prompt_ids) + request.max_tokens, self._max_len),
             rows=[None] * self._stages,
-            tokens=list(request.prompt_ids),
+            tokens=list(request.known_ids),
             end_ids=(frozenset() if stop.ignore_eos else self._eos_ids) | set(stop.token_ids),
             reused=place.reused,
             left=place.reused,
@@ -176,8 +221,8 @@ class Scheduler:
     def _enter(self, s: Sequence) -> Rows | None:
         """The rows of a sequence that enter stage 0 now."""
         start = s.entered
-        if s.in_prompt:
-            count = min(s.prompt_length - start, self._prompt_budget)
+        if s.is_reading:
+            count = min(s.known_length - start, self._prompt_budget)
             self._prompt_budget -= count
         else:
             count = 1 if self._has_token(s) else 0
@@ -192,7 +237,7 @@ class Scheduler:
         the first generated token, which is the prompt's own result."""
         if s.entered >= s.limit - 1:
             return False
-        if s.entered == s.end > s.prompt_length and (proposal := self._proposal(s)) is not None:
+        if s.entered == s.end > s.known_length and (proposal := self._proposal(s)) is not None:
             s.ahead.append(proposal)
         return s.entered < s.end
 
@@ -233,7 +278,7 @@ class Scheduler:
         """A draft is wanted behind a generated token that enters, if it could enter itself, and if
         the proposer has nothing for its place: it is asked again, and will say the same."""
         rows = s.rows[0]
-        if not self._uses_pdm or rows is None or rows.start < s.prompt_length:
+        if not self._uses_pdm or rows is None or rows.start < s.known_length:
             return None
         if s.entered >= s.limit - 1 or (s.proposer_overrides and s.propose() is not None):
             return None
@@ -254,7 +299,7 @@ class Scheduler:
         emitted: list[tuple[Sequence, PromptScored | Delta]] = []
         for verdict in last.verdicts:
             sequence = by_slot[verdict.slot]
-            if sequence.request.prompt_logprobs and verdict.position == sequence.prompt_length:
+            if sequence.request.prompt_logprobs and verdict.position == sequence.known_length:
                 emitted.append((sequence, PromptScored(tuple(sequence.prompt_scores))))
             emitted.append((sequence, self._take(sequence, verdict)))
         for draft in result.drafter.drafts if result.drafter else ():
@@ -267,7 +312,7 @@ class Scheduler:
         """One more certain token. If it is not the proposed one, all behind it is void."""
         assert verdict.position == len(s.tokens)
         s.tokens.append(verdict.token)
-        s.decoded += verdict.position > s.prompt_length
+        s.decoded += verdict.position > s.known_length
         if s.ahead:
             s.drafted += 1
             if s.ahead.popleft().token == verdict.token:

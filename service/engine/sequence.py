@@ -33,7 +33,7 @@ class Sequence:
     rows: list[Rows | None]  # at each stage, in the cycle that was planned last
     tokens: list[int]
     end_ids: frozenset[int]  # tokens that end the answer
-    reused: int = 0  # prompt tokens whose keys and values were there already
+    reused: int = 0  # known tokens whose keys and values were there already
     left: int = 0  # positions whose rows have left the last stage: they can be reused
     prompt_scores: list[Logprobs] = field(default_factory=list)
     ahead: deque[Proposal] = field(default_factory=deque)
@@ -49,13 +49,19 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def known_length(self) -> int:
+        """Of what is read in chunks: the prompt, and what a resumed request has generated before.
+        The first token of this run stands behind it."""
+        return self.prompt_length + len(self.request.generated_ids)
+
+    @property
     def min_end(self) -> int:
         """The first position at which the answer may end."""
         return self.prompt_length + self.request.stop.min_tokens
 
     @property
-    def in_prompt(self) -> bool:
-        return self.entered < self.prompt_length
+    def is_reading(self) -> bool:
+        return self.entered < self.known_length
 
     @property
     def end(self) -> int:
@@ -88,5 +94,5 @@ class Sequence:
             cycles=self.cycles,
             drafted=self.drafted,
             accepted=self.accepted,
-            cached=self.reused,
+            cached=min(self.reused, self.prompt_length),
         )

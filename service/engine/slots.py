@@ -20,7 +20,13 @@ class Slots:
     values are in all stages, and in the PDM."""
 
     def __init__(self, count: int) -> None:
+        self.count = count
         self._held: dict[int, list[int]] = {slot: [] for slot in range(count)}
+
+    @property
+    def held(self) -> dict[int, list[int]]:
+        """The tokens of each free slot."""
+        return dict(self._held)
 
     @property
     def free(self) -> list[int]:
@@ -51,10 +57,10 @@ class Slots:
 
 
 def reusable(request: GenerateRequest, tokens: Sequence[int]) -> int:
-    """How many positions of a slot with `tokens` a request can start from. The prompt's last token
+    """How many positions of a slot with `tokens` a request can start from. The last known token
     must go through the pipeline, and all of a prompt whose log-probabilities are wanted."""
     if request.prompt_logprobs:
         return 0
-    prompt = request.prompt_ids
-    limit = min(len(prompt) - 1, len(tokens))
-    return next((i for i in range(limit) if prompt[i] != tokens[i]), limit)
+    known = request.known_ids
+    limit = min(len(known) - 1, len(tokens))
+    return next((i for i in range(limit) if known[i] != tokens[i]), limit)

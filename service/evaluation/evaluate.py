@@ -44,7 +44,10 @@ def evaluate(options: Options) -> None:
     pending: list[Planned] = []
     for configuration in configurations(options):
         settings = configuration.settings(options)
-        pending.append((configuration, settings, make_blueprint(settings)))
+        blueprint = make_blueprint(settings)
+        if blueprint.broken_pdm is not None:
+            raise ConfigError(blueprint.broken_pdm)
+        pending.append((configuration, settings, blueprint))
     _, settings, blueprint = pending[0]
     tokenizer = Tokenizer.load(Path(blueprint.spec.folder))
     encoded = encode(prompts, tokenizer, options.max_len, options.max_tokens)

@@ -36,6 +36,10 @@ CONFIG_FILE, WEIGHTS_FILE = "pdm.json", "pdm.safetensors"
 UNTRAINED_DRAFT_VOCABULARY = 8192
 
 
+class BrokenPdmError(ConfigError):
+    """A PDM's files are missing or damaged. The target can be served without it."""
+
+
 class PdmConfig(BaseModel):
     """What a PDM was made for."""
 
@@ -55,17 +59,19 @@ class PdmConfig(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises ConfigError for a missing or broken file."""
+        """Raises BrokenPdmError for a missing or broken file."""
         file = folder / CONFIG_FILE
         try:
             return cls.model_validate_json(file.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(
+            raise BrokenPdmError(
                 f"drafter.checkpoint is {str(folder)!r}, but there is no {CONFIG_FILE} in it"
             ) from None
         except ValidationError as error:
             fields = ", ".join(".".join(map(str, e["loc"])) for e in error.errors())
-            raise ConfigError(f"{file} is not a PDM's configuration; wrong: {fields}") from None
+            raise BrokenPdmError(f"{file} is not a PDM's configuration; wrong: {fields}") from None
+        except OSError as error:
+            raise BrokenPdmError(f"{file} can't be read: {error}") from None
 
 
 def target_fingerprint(folder: Path, config: PretrainedConfig) -> str:
@@ -125,7 +131,7 @@ def save_pdm(folder: Path, config: PdmConfig, tensors: Mapping[str, Tensor]) -> 
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint. Raises ConfigError for a missing or broken file."""
+    """The tensors of a checkpoint. Raises BrokenPdmError for a missing or broken file."""
     with _open(folder) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
@@ -138,23 +144,37 @@ def _open(folder: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} can't be read: {error}") from None
+        raise BrokenPdmError(f"{file} can't be read: {error}") from None
+
+
+def check_tensors(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> None:
+    """Raises BrokenPdmError unless a checkpoint has all tensors of the network, in their shapes.
+    Only the file's header is read."""
+    wanted = {name: list(p.shape) for name, p in _empty_pdm(pdm, config).named_parameters()}
+    with _open(folder) as file:
+        there = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    for name, shape in wanted.items():
+        if there.get(name) != shape:
+            found = there.get(name, "nothing")
+            raise BrokenPdmError(
+                f"{folder / WEIGHTS_FILE}: the tensor {name!r} should be {shape}, not {found}"
+            )
 
 
 def load_draft_ids(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> Tensor:
-    """The draft vocabulary [D] int64 of a checkpoint. Raises ConfigError unless it is a set of the
-    target's token ids: any other id would fail, or falsify the text, in mid-stream."""
+    """The draft vocabulary [D] int64 of a checkpoint. Raises BrokenPdmError unless it is a set of
+    the target's token ids: any other id would fail, or falsify the text, in mid-stream."""
     with _open(folder) as file:
         ids = file.get_tensor("draft_ids") if "draft_ids" in file.keys() else None  # noqa: SIM118
     if ids is None or ids.is_floating_point() or ids.shape != (pdm.draft_vocabulary,):
         found = "nothing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
-        raise ConfigError(
+        raise BrokenPdmError(
             f"drafter.checkpoint: `draft_ids` should be {pdm.draft_vocabulary} integers, "
             f"not {found}"
         )
     ids = torch.as_tensor(ids, dtype=torch.int64)
     if len(set(ids.tolist())) < len(ids) or ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise ConfigError(
+        raise BrokenPdmError(
             "drafter.checkpoint: `draft_ids` should be different token ids in "
             f"[0, {config.vocab_size})"
         )
@@ -238,17 +258,22 @@ def build_pdm(
             raise ConfigError(f"the PDM checkpoint has no tensor {name!r}")
         return tensors[name].to(device, dtype)
 
+    network = _empty_pdm(pdm, config, device)
+    network.draft_ids = tensors["draft_ids"].to(device, torch.int64)
+    fill(network, "", tensor)
+    return network
+
+
+def _empty_pdm(pdm: PdmConfig, config: PretrainedConfig, device: torch.device | None = None) -> PDM:
+    """The network on the meta device, its position embedding on `device`."""
     skeleton = model_skeleton(config)
     with torch.device("meta"):
-        network = PDM(
+        return PDM(
             Aggregation(pdm.hidden_size, pdm.types),
             PreviousRows(pdm.hidden_size, pdm.previous),
             skeleton.model.layers[: pdm.layers],
             skeleton.model.norm,
             nn.Linear(pdm.hidden_size, pdm.draft_vocabulary, bias=False),
-            rotary_embedding(skeleton, config, device),
+            rotary_embedding(skeleton, config, device or torch.device("cpu")),
             torch.empty(0),
         )
-    network.draft_ids = tensors["draft_ids"].to(device, torch.int64)
-    fill(network, "", tensor)
-    return network

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -125,6 +126,10 @@ class Drafter:
         for order in orders:
             self._cache.copy(order)
             self._left[order.target, : order.length] = self._left[order.source, : order.length]
+
+    def differing(self, texts: Mapping[int, Sequence[int]]) -> list[int]:
+        """The slots that hold other tokens than these."""
+        return self._texts.differing(texts)
 
     def report(self) -> DraftReport:
         """What the engine wants to know of this cycle."""

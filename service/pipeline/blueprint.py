@@ -9,13 +9,16 @@ from transformers import PretrainedConfig
 
 from service.config import ConfigError, EmulatedSettings, Settings
 from service.pdm.checkpoint import (
+    BrokenPdmError,
     PdmConfig,
     check_fits,
+    check_tensors,
     load_draft_ids,
     target_fingerprint,
     untrained_draft_ids,
 )
 from service.pdm.features import default_anchors, stage_anchors
+from service.pipeline.layers import WeightReader
 from service.pipeline.linear import check_int8
 from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
 from service.pipeline.spec import ActorSpec, Emulation
@@ -33,6 +36,7 @@ class Blueprint:
     config: PretrainedConfig
     checkpoint: str | None
     draft_ids: Tensor | None  # [D] int64; None without a PDM
+    broken_pdm: str | None = None  # why there is none, where there should be one
 
     @property
     def with_drafter(self) -> bool:
@@ -89,13 +93,20 @@ def make_blueprint(settings: Settings) -> Blueprint:
     anchors: tuple[int, ...] = ()
     draft_ids = None
     checkpoint = None
+    broken = None
+    if settings.emulated is None:
+        WeightReader(folder).check(config)
     if settings.runs_pdm and settings.emulated is None:
-        checkpoint = find_checkpoint(settings, folder, config, bounds)
-    if checkpoint is not None:
-        made_for = PdmConfig.read(checkpoint)
-        anchors = made_for.anchors
-        draft_ids = load_draft_ids(checkpoint, made_for, config)
-    elif settings.runs_pdm:
+        try:
+            checkpoint = find_checkpoint(settings, folder, config, bounds)
+            if checkpoint is not None:
+                made_for = PdmConfig.read(checkpoint)
+                check_tensors(checkpoint, made_for, config)
+                draft_ids = load_draft_ids(checkpoint, made_for, config)
+                anchors = made_for.anchors
+        except BrokenPdmError as error:  # a text never depends on drafts
+            checkpoint, broken = None, str(error)
+    if settings.runs_pdm and checkpoint is None and broken is None:
         anchors = default_anchors(layers, pipeline.stages)
         draft_ids = untrained_draft_ids(config)
     spec = ActorSpec(
@@ -110,7 +121,8 @@ def make_blueprint(settings: Settings) -> Blueprint:
         emulation=make_emulation(settings.emulated, config, draft_ids),
         weights=settings.weights,
     )
-    return Blueprint(spec, config, None if checkpoint is None else str(checkpoint), draft_ids)
+    named = None if checkpoint is None else str(checkpoint)
+    return Blueprint(spec, config, named, draft_ids, broken)
 
 
 def make_emulation(

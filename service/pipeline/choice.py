@@ -4,7 +4,7 @@ from ray.util.placement_group import PlacementGroup
 
 from service.config import PipelineSettings
 from service.pipeline.blueprint import Blueprint
-from service.pipeline.graph import Graph
+from service.pipeline.graph import ServingGraph
 from service.pipeline.local_graph import LocalGraph
 from service.pipeline.process_graph import ProcessGraph
 from service.pipeline.ray_graph import RayGraph
@@ -12,7 +12,7 @@ from service.pipeline.ray_graph import RayGraph
 
 def make_graph(
     blueprint: Blueprint, pipeline: PipelineSettings, placement_group: PlacementGroup | None = None
-) -> Graph:
+) -> ServingGraph:
     """The graph of the settings. `local` is made of threads where these wait for devices, or where
     there is but one, and of processes where they compute. Raises GraphError."""
     if pipeline.graph == "ray":

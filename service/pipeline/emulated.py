@@ -9,6 +9,7 @@ import ctypes
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -77,6 +78,9 @@ class _Emulated:
     def _take(self, plan: CyclePlan) -> None:
         for admission in plan.admitted:
             self._admissions[admission.slot] = admission
+
+    def differing(self, _texts: Mapping[int, Sequence[int]]) -> list[int]:
+        return []
 
     def _wait(self, began: float, seconds: float) -> float:
         """Works until so long after `began`, then sends; returns how long the work took."""

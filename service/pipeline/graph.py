@@ -1,5 +1,6 @@
 """What the engine asks of a graph: run one cycle."""
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from service.messages import CyclePlan, CycleResult
@@ -17,3 +18,27 @@ class Graph(Protocol):
 
     def close(self) -> None:
         """Ends the actors."""
+
+
+class ServingGraph(Graph, Protocol):
+    """A graph that can be looked after. `check` and `kill` may be called from any thread."""
+
+    def audit(self, texts: Mapping[int, Sequence[int]], *, drafter: bool) -> list[str]:
+        """Which of the actors that keep texts have other ones in the slots than these, in words;
+        the drafter is asked if wanted. Between two cycles."""
+
+    def check(self, seconds: float) -> None:
+        """Raises GraphError unless all actors answer within so many seconds."""
+
+    def kill(self) -> None:
+        """Ends the actors at once, whatever they are doing."""
+
+
+def audited(differing: Sequence[Sequence[int]]) -> list[str]:
+    """What an audit has found, in words; the last stage comes first."""
+    names = ("the last stage", "the drafter")[: len(differing)]
+    return [
+        f"{name} has another text in the slots {list(slots)}"
+        for name, slots in zip(names, differing, strict=True)
+        if slots
+    ]

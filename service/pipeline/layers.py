@@ -2,13 +2,14 @@
 final norm and the head. Their structure is that of transformers' own modules."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -31,15 +32,32 @@ class WeightReader:
     """Reads single tensors of a safetensors folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where an index, or the only file, can't be read."""
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            self._files = {
-                k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()
-            }
+            self._files = {k: folder / f for k, f in _weight_map(index).items()}
         else:
             file = folder / "model.safetensors"
-            with safe_open(file, framework="pt") as tensors:
+            with _opened(file) as tensors:
                 self._files = dict.fromkeys(tensors.keys(), file)
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Raises ConfigError unless all files are whole and have the target's tensors, in the
+        shapes that its configuration says. Only their headers are read."""
+        there = {}
+        for file in sorted(set(self._files.values())):
+            with _opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    there[name] = tensors.get_slice(name).get_shape()
+        for name, empty in model_skeleton(config).named_parameters():
+            name = self.head_name(config) if name == HEAD else name
+            if name not in there:
+                raise ConfigError(_no_tensor(name))
+            if there[name] != list(empty.shape):
+                raise ConfigError(
+                    f"model: the tensor {name!r} has the shape {there[name]}; by config.json it "
+                    f"should be {list(empty.shape)}. Are these files of one model?"
+                )
 
     def head_name(self, config: PretrainedConfig) -> str:
         """The head's tensor: its own if there is one, whatever the config says of tying."""
@@ -48,10 +66,34 @@ class WeightReader:
     def __call__(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """One tensor by its name in the model."""
         if name not in self._files:
-            raise ConfigError(f"the target's safetensors files have no tensor {name!r}")
-        with safe_open(self._files[name], framework="pt", device=str(device)) as tensors:
+            raise ConfigError(_no_tensor(name))
+        with _opened(self._files[name], device) as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor.to(dtype)
+
+
+def _no_tensor(name: str) -> str:
+    return f"model: the target's safetensors files have no tensor {name!r}"
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model: {index} can't be used: {error!r}") from None
+    return files
+
+
+@contextmanager
+def _opened(file: Path, device: torch.device | None = None) -> Iterator[Any]:
+    """A safetensors file. The library itself compares its header with its size."""
+    try:
+        with safe_open(file, framework="pt", device=str(device or "cpu")) as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"model: {file} can't be read: {error}. Is it whole? Fetch the model again."
+        ) from None
 
 
 def fill(module: nn.Module, prefix: str, tensor: Callable[[str], Tensor]) -> None:

@@ -5,6 +5,7 @@ lock inside its kernels, so the stages do run at once.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from service.messages import CyclePlan, CycleResult
 from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.crew import Crew
-from service.pipeline.graph import GraphError
+from service.pipeline.graph import GraphError, audited
 
 
 class LocalGraph:
@@ -48,6 +49,16 @@ class LocalGraph:
             drafter=self.drafter.report() if self.drafter else None,
             seconds=time.perf_counter() - began,
         )
+
+    def audit(self, texts: Mapping[int, Sequence[int]], *, drafter: bool) -> list[str]:
+        actors = [self.stages[-1], *([self.drafter] if self.drafter and drafter else [])]
+        return audited([actor.differing(texts) for actor in actors])
+
+    def check(self, seconds: float) -> None:
+        """There is nobody to ask."""
+
+    def kill(self) -> None:
+        """Threads end with their process."""
 
     def close(self) -> None:
         self._crew.close()

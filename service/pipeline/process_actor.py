@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -32,11 +33,19 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class Audit:
+    """Asks for the slots that hold other texts than these."""
+
+    texts: Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """The answer to an order, and to the task."""
+    """The answer to everything."""
 
     output: Output | None = None
     report: StageReport | DraftReport | None = None
+    differing: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class Failed:
     reason: str
 
 
-Message = Task | Order | Done | Failed
+Message = Task | Order | Audit | Done | Failed
 Pipe: TypeAlias = "Connection[bytes, bytes]"
 
 
@@ -76,7 +85,12 @@ class ProcessActor:
         else:
             self._actor = stage_class(spec)(spec, task.index, task.blueprint.draft_ids)
 
-    def cycle(self, order: Order) -> Done:
+    def answer(self, asked: Order | Audit) -> Done:
+        if isinstance(asked, Audit):
+            return Done(differing=self._actor.differing(asked.texts))
+        return self._cycle(asked)
+
+    def _cycle(self, order: Order) -> Done:
         if order.before is not None:
             self._take_over(*order.before)
         run = self._actor.draft if self._is_drafter else self._actor.forward
@@ -105,9 +119,9 @@ def main() -> None:
         actor = ProcessActor(task)
         send(pipe, Done())
         while True:
-            order = receive(pipe)
-            assert isinstance(order, Order)
-            send(pipe, actor.cycle(order))
+            asked = receive(pipe)
+            assert isinstance(asked, Order | Audit)
+            send(pipe, actor.answer(asked))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:

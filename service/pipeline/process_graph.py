@@ -10,14 +10,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
 
 from service.messages import CyclePlan, CycleResult
 from service.pipeline.blueprint import Blueprint, largest_tensor_bytes
-from service.pipeline.graph import GraphError
-from service.pipeline.process_actor import Done, Failed, Order, Pipe, Task, receive, send
+from service.pipeline.graph import GraphError, audited
+from service.pipeline.process_actor import Audit, Done, Failed, Order, Pipe, Task, receive, send
 from service.pipeline.shared_tensors import Output
 
 READY_SECONDS = 600.0  # weights are read from a disk that may be slow
@@ -65,12 +65,7 @@ class ProcessGraph:
 
     def run(self, plan: CyclePlan) -> CycleResult:
         began = time.perf_counter()
-        try:
-            for pipe in self._pipes:
-                send(pipe, Order(plan, self._before))
-        except OSError as error:
-            raise GraphError(f"cycle {plan.cycle}: a stage or the drafter has died") from error
-        done = self._answers(self._timeout)
+        done = self._ask(Order(plan, self._before))
         self._before = plan, tuple(d.output for d in done)
         reports = [d.report for d in done]
         return CycleResult(
@@ -78,6 +73,14 @@ class ProcessGraph:
             drafter=reports[-1] if self._drafts else None,  # type: ignore[arg-type]
             seconds=time.perf_counter() - began,
         )
+
+    def _ask(self, message: Order | Audit) -> Sequence[Done]:
+        try:
+            for pipe in self._pipes:
+                send(pipe, message)
+        except OSError as error:
+            raise GraphError("a stage or the drafter has died") from error
+        return self._answers(self._timeout)
 
     def _answers(self, seconds: float) -> Sequence[Done]:
         """One from each process."""
@@ -103,6 +106,19 @@ class ProcessGraph:
             raise GraphError(f"{name} failed: {answer.reason}")
         assert isinstance(answer, Done)
         return answer
+
+    def audit(self, texts: Mapping[int, Sequence[int]], *, drafter: bool) -> list[str]:
+        differing = [done.differing for done in self._ask(Audit(texts))]
+        return audited(differing[self._stages - 1 : self._stages + drafter])
+
+    def check(self, _seconds: float) -> None:
+        """A process that only hangs is noticed in the next cycle."""
+        if any(process.poll() is not None for process in self._processes):
+            raise GraphError("a stage or the drafter has died")
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     def close(self) -> None:
         """Ends the processes: the end of its pipe is the end of each."""

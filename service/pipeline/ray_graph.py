@@ -5,12 +5,12 @@ One execution is one cycle. Tensor edges use NCCL between GPUs and shared memory
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
-from ray.exceptions import RayChannelTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
@@ -20,7 +20,7 @@ from service.messages import CyclePlan, CycleResult, DraftReport, StageReport
 from service.pdm.features import tapped_stages
 from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint, largest_tensor_bytes
-from service.pipeline.graph import GraphError
+from service.pipeline.graph import GraphError, audited
 
 log = logging.getLogger(__name__)
 logging.getLogger("ray.dag").setLevel(logging.WARNING)
@@ -166,6 +166,27 @@ class RayGraph:
         drafter = reports[count] if self.drafter else None
         return CycleResult(tuple(reports[:count]), drafter, time.perf_counter() - began)
 
+    def audit(self, texts: Mapping[int, Sequence[int]], *, drafter: bool) -> list[str]:
+        actors = [self.stages[-1], *([self.drafter] if self.drafter and drafter else [])]
+        try:
+            found = ray.get([a.differing.remote(texts) for a in actors], timeout=self._timeout)
+        except RayError as error:
+            raise GraphError(f"an idle actor failed: {_reason(error)}") from error
+        return audited(found)
+
+    def check(self, seconds: float) -> None:
+        answers = [actor.__ray_ready__.remote() for actor in self._actors]
+        try:
+            ray.get(answers, timeout=seconds)
+        except GetTimeoutError as error:
+            raise GraphError(f"an actor has not answered for {seconds} s") from error
+        except RayError as error:
+            raise GraphError(f"a stage or the drafter is dead: {_reason(error)}") from error
+
+    def kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+
     def call(self, method: str, *args: Any) -> Sequence[Any]:
         """An ordinary call to each stage, beside the graph."""
         results: list[Any] = ray.get([getattr(s, method).remote(*args) for s in self.stages])
@@ -173,8 +194,7 @@ class RayGraph:
 
     def close(self) -> None:
         """Kills the actors, then tears down: the other order hangs after a death or a resize."""
-        for actor in self._actors:
-            ray.kill(actor)
+        self.kill()
         if self._graph is not None:
             # Tear-down reports each killed actor with a traceback.
             logging.getLogger("ray.dag").setLevel(logging.CRITICAL)

@@ -2,6 +2,7 @@
 (embedding) and the last (norm, head, verification). A plain class: the graphs wrap it."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -128,6 +129,10 @@ class Stage:
             wanted = [d for d in plan.drafts if uses_q(self._texts.sampling(d.slot))]
             for order, probs in zip(wanted, q, strict=True):
                 self._q[order.slot, order.position] = probs
+
+    def differing(self, texts: Mapping[int, Sequence[int]]) -> list[int]:
+        """The slots that hold other tokens than these; only the last stage can tell."""
+        return self._texts.differing(texts) if self.is_last else []
 
     def report(self) -> StageReport:
         """What the engine wants to know of this cycle."""

@@ -6,6 +6,7 @@ again after a rejection. So what stands before a position is always the text tha
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,14 @@ class SlotTexts:
             self._rules[admission.slot] = self._ready(admission)
         for rows, ids in zip(plan.stages[0], plan.tokens, strict=True):
             self._tokens[rows.slot, rows.start : rows.end] = torch.tensor(ids)
+
+    def differing(self, texts: Mapping[int, Sequence[int]]) -> list[int]:
+        """The slots whose first tokens are not these."""
+        return [
+            slot
+            for slot, tokens in texts.items()
+            if self._tokens[slot, : len(tokens)].tolist() != list(tokens)
+        ]
 
     def admission(self, slot: int) -> Admission:
         return self._rules[slot].admission

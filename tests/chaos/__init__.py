@@ -1,0 +1,1 @@
+"""Faults in a running deployment, and what becomes of its streams."""

@@ -1,0 +1,89 @@
+"""A toy in a deployment of its own, and its processes."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.streams import MODEL
+from tests.serving import Served, serve, wait_until_ready
+from tests.toys import toy_chat_target
+
+WATCHDOG_S = 8.0
+
+
+def make_toy(folder: Path, default_model: Path) -> Path:
+    return toy_chat_target(folder, default_model, layers=6, max_position_embeddings=4096)
+
+
+@contextmanager
+def deployment(
+    log: Path, target: Path, *, replicas: int = 1, **limits: Any
+) -> Iterator["Deployment"]:
+    orders = log.parent / "orders"
+    orders.mkdir(exist_ok=True)
+    args = {
+        "model": str(target),
+        "served_model_name": MODEL,
+        "pipeline": {
+            "replicas": replicas,
+            "stages": 2,
+            "slots": 8,
+            "max_len": 1024,
+            "cpus_per_actor": 0.05,
+            "cycle_timeout_s": WATCHDOG_S,
+        },
+        "api": {"keep_alive_s": 0.5},
+        "limits": {"max_restarts": 1000, **limits},
+    }
+    with serve(log, args, import_path="tests.chaos.app:build", SPD_CHAOS=str(orders)) as served:
+        yield Deployment(served, orders)
+
+
+class Deployment:
+    """A running deployment whose processes can be found."""
+
+    def __init__(self, served: Served, orders: Path) -> None:
+        self.served, self.url, self._orders = served, served.url, orders
+
+    def pids(self, title: str) -> list[int]:
+        """The processes of this deployment with a title, such as `StageActor`, oldest first."""
+        mark = f"SPD_TEST_DEPLOYMENT={self.url.rpartition(':')[2]}\0".encode()
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in environ.read_bytes():
+                    command = (environ.parent / "cmdline").read_text()
+                    if command.startswith("ray::") and title in command:
+                        found.append(int(environ.parent.name))
+            except OSError:
+                continue
+        return sorted(found)
+
+    def signal(self, title: str, which: int, sign: signal.Signals) -> None:
+        pids = self.pids(title)
+        os.kill(pids[which % len(pids)], sign)
+
+    def order(self, place: str, text: str = "chaos") -> None:
+        """An exception at a place, in whichever process comes there first."""
+        partial = self._orders / f"{place}.partial"
+        partial.write_text(text)
+        partial.rename(self._orders / place)
+
+    def wait_until_whole(self, replicas: int, most: float = 120) -> None:
+        """Until all pipelines are there, and serve."""
+        deadline = time.monotonic() + most
+        while time.monotonic() < deadline:
+            if len(self.pids("ServeReplica:spd:Pipeline")) == replicas and (
+                len(self.pids("DrafterActor")) == replicas
+            ):
+                break
+            time.sleep(0.2)
+        wait_until_ready(self.served)
+
+    def withdraw(self) -> None:
+        for file in self._orders.iterdir():
+            file.unlink()

@@ -1,0 +1,136 @@
+"""Failures of a running deployment, over real actors and HTTP: the shortest of `make chaos`."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.chaos.deployment import Deployment, deployment, make_toy
+from tests.chaos.faults import PDM, STAGE
+from tests.chaos.rounds import TOKENS
+from tests.chaos.streams import HTTP, MODEL, Stream, bodies, start
+
+WAIT_S = 120
+KINDS = (0, 3, 6)  # greedy; seeded with penalties; seeded with a schema
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory, default_model: Path) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy") / "toy", default_model)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory, toy: Path):
+    with deployment(tmp_path_factory.mktemp("failures") / "log", toy) as running:
+        yield running
+
+
+def streams_of(running: Deployment, after: int = 20) -> list[Stream]:
+    return [Stream(running.url, bodies(TOKENS)[kind], after=after) for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def wanted(running: Deployment) -> list[Stream]:
+    streams = streams_of(running)
+    for thread in start(streams):
+        thread.join(WAIT_S)
+    assert [stream.reason for stream in streams] == ["length"] * len(KINDS)
+    return streams
+
+
+def go_through(running: Deployment, wanted: list[Stream], inject) -> None:
+    """Streams that feel a fault, and come out as if there had been none."""
+    streams = streams_of(running)
+    threads = start(streams)
+    for stream in streams:
+        stream.begun.wait(WAIT_S)
+    inject()
+    for thread in threads:
+        thread.join(WAIT_S)
+    for stream, reference in zip(streams, wanted, strict=True):
+        assert stream.difference(reference) is None
+
+
+def test_a_killed_stage_is_a_pause(running: Deployment, wanted: list[Stream]) -> None:
+    """Readiness tells the truth, liveness does not care, and who comes meanwhile waits."""
+    late = Stream(running.url, bodies(TOKENS)[0])
+    answers: list[httpx.Response] = []
+
+    def inject() -> None:
+        running.signal(STAGE, 0, signal.SIGKILL)
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            answers[:] = [HTTP.get(f"{running.url}/ready")]
+            if answers[0].status_code == 503:
+                break
+        assert HTTP.get(f"{running.url}/health").status_code == 200
+        threads.extend(start([late]))
+
+    threads: list[threading.Thread] = []
+    go_through(running, wanted, inject)
+    assert answers[0].json()["ready"] is False
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert late.difference(wanted[0]) is None
+    running.wait_until_whole(1)
+
+
+@pytest.mark.full
+def test_an_exception_in_the_middle_of_a_cycle(running: Deployment, wanted: list[Stream]) -> None:
+    go_through(running, wanted, lambda: running.order("stage-1.accept"))
+    running.wait_until_whole(1)
+
+
+def test_a_drafting_that_raises_costs_nothing_but_drafts(
+    running: Deployment, wanted: list[Stream]
+) -> None:
+    before = running.pids(PDM)
+    go_through(running, wanted, lambda: running.order("drafter.draft"))
+    assert running.pids(PDM) == before, "nothing was restarted"
+
+
+# --- the long ones ------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_books_that_do_not_balance(running: Deployment, wanted: list[Stream]) -> None:
+    """An idle pipeline whose last stage holds another text is started anew."""
+    before = running.pids(STAGE)
+    running.order("stage-1.differing")
+    go_through(running, wanted, lambda: None)
+    deadline = time.monotonic() + WAIT_S
+    while set(running.pids(STAGE)) & set(before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not set(running.pids(STAGE)) & set(before)
+    assert "the idle pipeline is not as it should be" in running.served.log.read_text()
+    running.wait_until_whole(1)
+    go_through(running, wanted, lambda: None)
+
+
+@pytest.mark.full
+def test_after_too_many_restarts(tmp_path: Path, toy: Path) -> None:
+    """The stream ends with OpenAI's error, new requests fail at once, and readiness says why."""
+    limits = {"max_restarts": 1, "restart_window_s": 600}
+    with deployment(tmp_path / "log", toy, **limits) as running:
+        running.wait_until_whole(1)
+        for _ in range(2):
+            stream = Stream(running.url, bodies(TOKENS)[0], after=20)
+            (thread,) = start([stream])
+            stream.begun.wait(WAIT_S)
+            running.signal(STAGE, 0, signal.SIGKILL)
+            thread.join(WAIT_S)
+            if stream.error is None:
+                running.wait_until_whole(1)
+        assert stream.error is not None
+        assert stream.error["type"] == "server_error"
+        assert "restarted more than 1 times in 600 s" in stream.error["message"]
+        ready = HTTP.get(f"{running.url}/ready")
+        assert ready.status_code == 503
+        assert "the next try is in" in ready.json()["detail"]
+        began = time.monotonic()
+        answer = HTTP.post(f"{running.url}/v1/completions", json={"model": MODEL, "prompt": "x"})
+        assert answer.status_code == 503
+        assert time.monotonic() - began < 10
