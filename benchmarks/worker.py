@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.machine import cpu_seconds, memory_bytes
 from benchmarks.ways import Way
@@ -19,7 +19,7 @@ from service.config import parse_settings
 from service.engine.engine import Engine
 from service.engine.recorder import NullRecorder
 from service.evaluation.prompts import encode, read_data_sets
-from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest
+from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest, Stopping
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.choice import make_graph
 from service.pipeline.graph import ServingGraph
@@ -30,6 +30,10 @@ MAX_LEN = 2048
 
 Ids = tuple[int, ...]
 Talk = Callable[[Ids, int], Iterator[list[int]]]  # prompt, most tokens -> new tokens as they come
+
+
+class EngineTalk(Protocol):
+    def __call__(self, ids: Ids, most: int, *, ignore_eos: bool = False) -> Iterator[list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Cycles(NullRecorder):
         return {**medians, "overhead share": statistics.median(overhead)}
 
 
-def engine(task: Task, stack: ExitStack, cycles: Cycles) -> Talk:
+def engine(task: Task, stack: ExitStack, cycles: Cycles) -> EngineTalk:
     """This server's engine, without HTTP."""
     from service.replica import make_scheduler
 
@@ -88,10 +92,12 @@ def engine(task: Task, stack: ExitStack, cycles: Cycles) -> Talk:
     stack.callback(running.close)
     number = iter(range(10**9))
 
-    def talk(ids: Ids, most: int) -> Iterator[list[int]]:
+    def talk(ids: Ids, most: int, *, ignore_eos: bool = False) -> Iterator[list[int]]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         cycles.rest()
-        running.submit(GenerateRequest(str(next(number)), ids, most), events.put)
+        stop = Stopping(ignore_eos=ignore_eos)
+        request = GenerateRequest(str(next(number)), ids, most, stop=stop)
+        running.submit(request, events.put)
         while isinstance(event := events.get(), Delta):
             yield [event.token_id]
             if event.finish_reason is not None:
@@ -198,6 +204,7 @@ def measure(task: Task) -> dict[str, Any]:
     encoded = encode(prompts, tokenizer, MAX_LEN, task.max_tokens)
     cycles = Cycles()
     with ExitStack() as stack:
+        talk: Talk
         if task.way.kind == "engine":
             talk = engine(task, stack, cycles)
         elif task.way.kind == "http":
