@@ -50,7 +50,7 @@ def pipeline_options(settings: Settings) -> dict[str, Any]:
     pipeline = settings.pipeline
     actor: dict[str, float] = {"CPU": pipeline.cpus_per_actor}
     if settings.device == "cuda":
-        actor["GPU"] = 1  # NCCL: every actor has a GPU of its own
+        actor["GPU"] = pipeline.gpus  # 1 with NCCL: every actor has a GPU of its own
     replica = {"CPU": pipeline.cpus_per_actor}
     bundles = [replica]
     if pipeline.graph == "local":

@@ -41,6 +41,12 @@ class PipelineSettings(_Section):
         description="Pipelines, each with stages and a PDM of its own. With a second one, the "
         "streams of a pipeline that fails go on at once.",
     )
+    gpus: int = Field(
+        1,
+        ge=1,
+        description="With `graph: local` and `device: cuda`: GPUs of one machine, over which stages "
+        "and PDM are spread in turns. With `graph: ray` each has one of its own.",
+    )
     stages: int = Field(2, ge=1, le=64, description="Number of pipeline stages, n.")
     layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         None,
@@ -241,6 +247,20 @@ class Settings(_Section):
         if self.weights == "int8" and self.device != "cpu":
             raise ValueError(
                 f"weights: int8 is for `device: cpu`, not {self.device}; leave `weights` out there"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_used(self) -> Self:
+        pipeline, gpus = self.pipeline, self.pipeline.gpus
+        if gpus > 1 and (self.device != "cuda" or pipeline.graph != "local"):
+            raise ValueError(
+                f"pipeline.gpus is {gpus}: that is for `device: cuda` with `pipeline.graph: local`; "
+                "leave it out"
+            )
+        if gpus > (actors := pipeline.stages + self.runs_pdm):
+            raise ValueError(
+                f"pipeline.gpus is {gpus}, but stages and PDM can use {actors} at most"
             )
         return self
 

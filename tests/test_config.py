@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from service.app import build, pipeline_options
 from service.config import ConfigError, Settings, parse_settings
+from service.pipeline.spec import ActorSpec
 from service.preflight import check
 
 ROOT = Path(__file__).parent.parent
@@ -153,6 +156,43 @@ def test_a_local_graph_is_one_process() -> None:
     assert bundles(pipeline={"graph": "local", "stages": 4}) == [{"CPU": 0.2}]
     options = pipeline_options(parse_settings({"device": "cuda", "pipeline": {"graph": "local"}}))
     assert options["ray_actor_options"]["num_gpus"] == 1
+
+
+def test_a_local_graph_can_have_several_gpus() -> None:
+    local = {"device": "cuda", "pipeline": {"graph": "local", "stages": 4, "gpus": 5}}
+    options = pipeline_options(parse_settings(local))
+    assert options["placement_group_bundles"] == [{"CPU": 0.2, "GPU": 5}]
+    assert options["ray_actor_options"]["num_gpus"] == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"pipeline": {"graph": "local", "gpus": 2}}, "pipeline.gpus is 2: that is for `device"),
+        ({"device": "cuda", "pipeline": {"gpus": 2}}, "pipeline.gpus is 2: that is for `device"),
+        (
+            {"device": "cuda", "pipeline": {"graph": "local", "gpus": 4}},
+            "pipeline.gpus is 4, but stages and PDM can use 3 at most",
+        ),
+    ],
+)
+def test_gpus_that_nobody_would_use(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_settings(args)
+
+
+def test_who_sees_several_gpus_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages and the PDM."""
+    spec = ActorSpec("", (0, 1, 2, 3), (), 1, 8, "bfloat16", "cuda", 1)
+
+    def devices(count: int) -> list[int | None]:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+        return [spec.device_of(actor).index for actor in range(4)]
+
+    assert devices(4) == [0, 1, 2, 3]
+    assert devices(2) == [0, 1, 0, 1]
+    assert devices(1) == [0, 0, 0, 0]  # so does an actor of Ray's
+    assert replace(spec, device="cpu").device_of(2).type == "cpu"
 
 
 def test_one_stage_runs_no_pdm() -> None:

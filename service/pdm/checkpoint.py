@@ -239,7 +239,7 @@ def load_pdm(
         made_for, tensors = untrained_pdm(Path(spec.folder), config, spec.bounds, spec.anchors)
     else:
         made_for, tensors = PdmConfig.read(Path(checkpoint)), load_tensors(Path(checkpoint))
-    device = torch.device(spec.device)
+    device = spec.device_of(spec.stages)
     return made_for, build_pdm(made_for, tensors, config, spec.torch_dtype, device)
 
 

@@ -49,7 +49,7 @@ class Drafter:
     def __init__(self, spec: ActorSpec, checkpoint: str | None) -> None:
         torch.set_num_threads(spec.threads)
         self._spec = spec
-        self._device = torch.device(spec.device)
+        self._device = spec.device_of(spec.stages)
         folder = Path(spec.folder)
         config = load_target_config(folder)
         self._embedding = WeightReader(folder)(EMBEDDING, spec.torch_dtype, self._device)
@@ -106,7 +106,7 @@ class Drafter:
             known = self._embed(plan, r)[:, None] if stage == 0 else self._behind[stage][r]
             if self._tapped[stage]:
                 assert output is not None
-                taps = output[1:, at].transpose(0, 1)  # [count, taps, H]
+                taps = output[1:, at].transpose(0, 1).to(self._device)  # [count, taps, H]
                 known = torch.cat([known, taps], dim=1)
             self._in_flight[stage + 1][r] = known
 

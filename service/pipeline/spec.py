@@ -38,6 +38,13 @@ class ActorSpec:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    def device_of(self, actor: int) -> torch.device:
+        """Where the weights of a stage (or, at index n, of the PDM) are. Those that see several GPUs
+        share them in turns; a Ray actor sees its own alone."""
+        if self.device != "cuda":
+            return torch.device(self.device)
+        return torch.device("cuda", actor % max(1, torch.cuda.device_count()))
+
     @property
     def stages(self) -> int:
         return len(self.bounds) - 1

@@ -46,7 +46,7 @@ class Stage:
         torch.set_num_threads(spec.threads)
         self.index = index
         self.is_first, self.is_last = index == 0, index == spec.stages - 1
-        self._device = torch.device(spec.device)
+        self._device = spec.device_of(index)
         start, end = spec.bounds[index], spec.bounds[index + 1]
         self._taps = tuple(a - start for a in stage_anchors(spec.anchors, spec.bounds, index))
         self._draft_ids = None if draft_ids is None else draft_ids.to(self._device)
@@ -119,7 +119,7 @@ class Stage:
     def accept(self, plan: CyclePlan, upstream: Tensor | None) -> None:
         """Takes over, for the next cycle, the upstream stage's rows [1 + taps, R, H]."""
         if upstream is not None:
-            self._inbox = (plan.stages[self.index - 1], upstream[0])
+            self._inbox = (plan.stages[self.index - 1], upstream[0].to(self._device))
 
     @torch.inference_mode()
     def accept_q(self, plan: CyclePlan, q: Tensor | None) -> None:
@@ -128,7 +128,7 @@ class Stage:
         if q is not None:
             wanted = [d for d in plan.drafts if uses_q(self._texts.sampling(d.slot))]
             for order, probs in zip(wanted, q, strict=True):
-                self._q[order.slot, order.position] = probs
+                self._q[order.slot, order.position] = probs.to(self._device)
 
     def differing(self, texts: Mapping[int, Sequence[int]]) -> list[int]:
         """The slots that hold other tokens than these; only the last stage can tell."""
