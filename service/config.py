@@ -44,8 +44,8 @@ class PipelineSettings(_Section):
     gpus: int = Field(
         1,
         ge=1,
-        description="With `graph: local` and `device: cuda`: GPUs of one machine, over which stages "
-        "and PDM are spread in turns. With `graph: ray` each has one of its own.",
+        description="With `graph: local` and `device: cuda`: GPUs of one machine, over which "
+        "stages and PDM are spread in turns. With `graph: ray` each has one of its own.",
     )
     stages: int = Field(2, ge=1, le=64, description="Number of pipeline stages, n.")
     layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
@@ -255,8 +255,8 @@ class Settings(_Section):
         pipeline, gpus = self.pipeline, self.pipeline.gpus
         if gpus > 1 and (self.device != "cuda" or pipeline.graph != "local"):
             raise ValueError(
-                f"pipeline.gpus is {gpus}: that is for `device: cuda` with `pipeline.graph: local`; "
-                "leave it out"
+                f"pipeline.gpus is {gpus}: that is for `device: cuda` with `graph: local`; leave "
+                "it out"
             )
         if gpus > (actors := pipeline.stages + self.runs_pdm):
             raise ValueError(

@@ -39,8 +39,8 @@ class ActorSpec:
         return dtype
 
     def device_of(self, actor: int) -> torch.device:
-        """Where the weights of a stage (or, at index n, of the PDM) are. Those that see several GPUs
-        share them in turns; a Ray actor sees its own alone."""
+        """Where the weights of a stage (or, at index n, of the PDM) are. Those that see several
+        GPUs share them in turns; a Ray actor sees its own alone."""
         if self.device != "cuda":
             return torch.device(self.device)
         return torch.device("cuda", actor % max(1, torch.cuda.device_count()))
