@@ -99,8 +99,17 @@ def cycles_table(found: dict[str, list[Result]]) -> list[str]:
         if parts:
             median = {key: statistics.median(p[key] for p in parts) for key in parts[0]}
             ms = [f"{median[k]:.2f}" for k in ("cycle", "graph", "slowest stage", "drafter")]
-            rows.append([name, *ms, f"{median['overhead share']:.0%}"])
-    headings = ["way", "cycle ms", "graph ms", "slowest stage ms", "drafter ms", "overhead"]
+            shares = [f"{median[k]:.0%}" for k in ("overhead share", "accepted")]
+            rows.append([name, *ms, *shares])
+    headings = [
+        "way",
+        "cycle ms",
+        "graph ms",
+        "slowest stage ms",
+        "drafter ms",
+        "overhead",
+        "accepted",
+    ]
     return aligned(headings, rows, texts=("way",)) if rows else []
 
 

@@ -19,7 +19,15 @@ from service.config import parse_settings
 from service.engine.engine import Engine
 from service.engine.recorder import NullRecorder
 from service.evaluation.prompts import encode, read_data_sets
-from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest, Stopping
+from service.messages import (
+    CycleResult,
+    Delta,
+    Event,
+    Failure,
+    GenerateRequest,
+    RequestStats,
+    Stopping,
+)
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.choice import make_graph
 from service.pipeline.graph import ServingGraph
@@ -54,6 +62,7 @@ class Cycles(NullRecorder):
 
     def __init__(self) -> None:
         self._last: float | None = None
+        self.answers: list[RequestStats] = []
         self.parts: list[tuple[float, float, float, float]] = []
 
     def cycle(self, result: CycleResult) -> None:
@@ -68,6 +77,11 @@ class Cycles(NullRecorder):
         """The next cycle does not follow this one."""
         self._last = None
 
+    def acceptance(self) -> float:
+        """Accepted drafts, of all tokens that could have been drafted."""
+        decoded = sum(answer.decoded for answer in self.answers)
+        return sum(answer.accepted for answer in self.answers) / max(1, decoded)
+
     def medians_ms(self) -> dict[str, float]:
         names = ("cycle", "graph", "slowest stage", "drafter")
         columns = zip(*self.parts, strict=True)
@@ -75,7 +89,11 @@ class Cycles(NullRecorder):
         overhead = [
             (whole - max(stage, drafter)) / whole for whole, _, stage, drafter in self.parts
         ]
-        return {**medians, "overhead share": statistics.median(overhead)}
+        return {
+            **medians,
+            "overhead share": statistics.median(overhead),
+            "accepted": self.acceptance(),
+        }
 
 
 def engine(task: Task, stack: ExitStack, cycles: Cycles) -> EngineTalk:
@@ -100,7 +118,8 @@ def engine(task: Task, stack: ExitStack, cycles: Cycles) -> EngineTalk:
         running.submit(request, events.put)
         while isinstance(event := events.get(), Delta):
             yield [event.token_id]
-            if event.finish_reason is not None:
+            if event.stats is not None:
+                cycles.answers.append(event.stats)
                 return
         raise RuntimeError(event.message if isinstance(event, Failure) else str(event))
 
@@ -213,6 +232,7 @@ def measure(task: Task) -> dict[str, Any]:
             talk = transformers(task) if task.way.kind == "transformers" else llama_cpp(task)
         list(talk(encoded[0][:16], 8))
         cycles.parts.clear()
+        cycles.answers.clear()
         used = cpu_seconds()
         chats = [_chat(talk, ids, task.max_tokens) for ids in encoded]
         used = cpu_seconds() - used

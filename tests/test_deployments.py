@@ -15,6 +15,7 @@ from service import target
 from service.config import Settings, parse_settings
 from service.pdm.checkpoint import UNTRAINED_DRAFT_VOCABULARY
 from service.pipeline.blueprint import Blueprint, make_blueprint
+from service.pipeline.layers import WeightReader
 
 DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
 FILES = sorted(f for f in DEPLOYMENTS.glob("*.yaml") if f.name != "kustomization.yaml")
@@ -98,6 +99,7 @@ def blueprint_of(tmp_path, monkeypatch):
         return tmp_path
 
     monkeypatch.setattr(target, "_download", download)
+    monkeypatch.setattr(WeightReader, "check", lambda *_: None)
     return lambda file: make_blueprint(settings_of(file))
 
 

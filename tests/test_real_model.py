@@ -171,7 +171,7 @@ def cases(count: int, every_day: dict[tuple[int, str], int]):
     return pytest.mark.parametrize(("pipeline", "i"), values, indirect=["pipeline"])
 
 
-@cases(len(CHATS) + len(TEXTS), every_day={(2, "ray"): 5})
+@cases(len(CHATS) + len(TEXTS), every_day={(2, "ray"): 2})
 def test_greedy_text_is_plain_greedy_text(model, prompts, expected, pipeline, i) -> None:
     """With every drafter the same text, and the cycles that theory says."""
     prompt, n, decoded = prompts[i], pipeline.n, TOKENS - 1
