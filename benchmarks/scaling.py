@@ -6,6 +6,7 @@ to its limit.
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -18,13 +19,40 @@ from benchmarks.machine import about
 from benchmarks.ways import Way, deployment
 from benchmarks.worker import Cycles, Ids, Task, engine
 from service.config import DEFAULT_MODEL
+from service.messages import CycleResult
 from service.presentation import aligned, blank_figure
 
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8064)
 CHATS = (1, 2, 4, 8, 16)
+CHUNK = 128
 SHORT = 128  # tokens of a prompt where many chats run
 WARM_UP = 8
 VOCABULARY = 10_000  # of the random prompts: ordinary tokens of any model
+
+
+class BusyCycles(Cycles):
+    """Knows how many chats ran in each cycle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chats: list[int] = []
+        self._running = 0
+
+    def load(self, running: int, waiting: int) -> None:  # noqa: ARG002
+        self._running = running
+
+    def cycle(self, result: CycleResult) -> None:
+        super().cycle(result)
+        self.chats += [self._running] * (len(self.parts) - len(self.chats))
+
+    def forget(self) -> None:
+        self.parts.clear()
+        self.chats.clear()
+
+    def full(self, chats: int) -> list[tuple[float, float, float, float]]:
+        """The parts of the cycles in which so many ran."""
+        both = zip(self.parts, self.chats, strict=True)
+        return [part for part, running in both if running == chats]
 
 
 def random_ids(length: int, seed: int) -> Ids:
@@ -39,9 +67,9 @@ def measure(
     two has a single entry."""
     settings = deployment(options.model, options.stages, options.drafter, options.graph)
     longest = max(contexts) + options.tokens
-    settings["pipeline"] |= {"slots": max(chats), "max_len": longest}
+    settings["pipeline"] |= {"slots": max(chats), "max_len": longest, "chunk": CHUNK}
     task = Task(Way("scaling", "engine", settings), options.model, (), None, options.tokens)
-    cycles, found = Cycles(), []
+    cycles, found = BusyCycles(), []
     with ExitStack() as stack:
         talk = engine(task, stack, cycles)
 
@@ -51,11 +79,12 @@ def measure(
         tokens(random_ids(WARM_UP, 0))
         for number, (chat, context) in enumerate((c, x) for c in chats for x in contexts):
             prompts = [random_ids(context, 1 + 100 * number + k) for k in range(chat)]
-            cycles.parts.clear()
+            cycles.forget()
             with ThreadPoolExecutor(chat) as pool:
                 made = sum(pool.map(tokens, prompts))
-            # The prompts come first; what is left is all decoding.
-            parts = cycles.parts[-(options.tokens // 2) :]
+            # Prompts come first, a chunk in a cycle; what is left is all decoding.
+            prompts_end = chat * math.ceil(context / CHUNK) + options.stages
+            parts = cycles.full(chat)[prompts_end:]
             ms = [1000 * statistics.median(column) for column in zip(*parts, strict=True)]
             found.append(
                 {"chats": chat, "context": context, "tokens": made, "cycle": ms[0],
