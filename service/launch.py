@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from service.config import ConfigError, parse_settings
-from service.preflight import IMPORT_PATH, check
+from service.config import parse_settings
+from service.preflight import IMPORT_PATH, passes
 
 LOOK_S = 0.2
 ANSWER_S = 5.0
@@ -128,12 +128,7 @@ def main() -> int:
         sys.stderr.write("usage: spd-serve deployments/spd.yaml\n")
         return 2
     file = Path(sys.argv[1])
-    try:
-        check(file)
-    except ConfigError as error:
-        sys.stderr.write(f"{file} can't be served.\n{error}\n")
-        return 1
-    return run(file)
+    return run(file) if passes(file) else 1
 
 
 if __name__ == "__main__":

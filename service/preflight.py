@@ -34,14 +34,18 @@ def check(file: Path) -> None:
                 )
 
 
-def main() -> int:
-    file = Path(sys.argv[1])
+def passes(file: Path) -> bool:
+    """Whether `check` has nothing against it; says on stderr what it has."""
     try:
         check(file)
     except ConfigError as error:
         sys.stderr.write(f"{file} can't be served.\n{error}\n")
-        return 1
-    return 0
+        return False
+    return True
+
+
+def main() -> int:
+    return 0 if passes(Path(sys.argv[1])) else 1
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ def serve(
         assert not left, f"still running after Ctrl-C: {left}"
 
 
-def wait_until_ready(served: Served) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def wait_until_ready(served: Served, most: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + most
     while time.monotonic() < deadline:
         assert served.process.poll() is None, served.log.read_text()[-4000:]
         try:
@@ -102,7 +102,7 @@ def wait_until_ready(served: Served) -> None:
         except httpx.HTTPError:
             pass
         time.sleep(0.5)
-    raise AssertionError(f"not ready in {START_SECONDS} s:\n{served.log.read_text()[-4000:]}")
+    raise AssertionError(f"not ready in {most} s:\n{served.log.read_text()[-4000:]}")
 
 
 def wait_until_gone(port: int, most: float = 20) -> list[str]:

@@ -14,7 +14,7 @@ import yaml
 from service.launch import graces
 from tests.chaos.deployment import make_toy
 from tests.chaos.streams import HTTP, MODEL, Stream, bodies, start
-from tests.serving import DEPLOYMENTS, free_port, wait_until_gone
+from tests.serving import DEPLOYMENTS, Served, free_port, wait_until_gone, wait_until_ready
 
 WAIT_S = 120
 TOKENS = 700
@@ -82,7 +82,7 @@ def test_sigterm_lets_streams_finish(tmp_path: Path, default_model: Path) -> Non
             start_new_session=True,
         )
     try:
-        _wait_until_ready(process, url, log)
+        wait_until_ready(Served(url, process, log), WAIT_S)
         streams = [Stream(url, body, after=5) for body in bodies(TOKENS)[:2]]
         threads = start(streams)
         for stream in streams:
@@ -104,19 +104,6 @@ def test_sigterm_lets_streams_finish(tmp_path: Path, default_model: Path) -> Non
             process.send_signal(signal.SIGTERM)
             process.wait(60)
     assert not wait_until_gone(port)
-
-
-def _wait_until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            if httpx.get(f"{url}/ready", timeout=10).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.3)
-    raise AssertionError(f"not ready:\n{log.read_text()[-4000:]}")
 
 
 def _first_refusal(url: str) -> httpx.Response:

@@ -17,7 +17,8 @@ from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest
 from service.pdm.checkpoint import untrained_draft_ids
 from service.pdm.features import default_anchors
 from service.pipeline.blueprint import Blueprint, make_emulation
-from service.pipeline.graph import GraphError, ServingGraph
+from service.pipeline.choice import make_graph
+from service.pipeline.graph import GraphError
 from service.pipeline.partition import balanced_layers, stage_bounds
 from service.pipeline.spec import ActorSpec
 
@@ -106,17 +107,8 @@ def running(setup: Setup, max_len: int, clock: Clock) -> Iterator[Engine]:
         new_text=lambda _: NoText(),
         uses_pdm=True,
     )
-
-    def make_graph() -> ServingGraph:
-        if setup.graph == "local":
-            from service.pipeline.local_graph import LocalGraph
-
-            return LocalGraph(blueprint)
-        from service.pipeline.ray_graph import RayGraph
-
-        return RayGraph(blueprint, PipelineSettings(stages=setup.width, chunk=len(PROMPT)))
-
-    engine = Engine(make_graph, scheduler, clock)
+    pipeline = PipelineSettings(graph=setup.graph, chunk=len(PROMPT))
+    engine = Engine(lambda: make_graph(blueprint, pipeline), scheduler, clock)
     try:
         yield engine
     finally:
