@@ -11,7 +11,7 @@ from service.engine.recorder import NullRecorder
 from service.engine.scheduler import Scheduler
 from service.engine.slots import Place
 from service.messages import CyclePlan, CycleResult, Delta, DraftReport, Failure, GenerateRequest
-from service.pipeline.graph import GraphError
+from service.pipeline.graph import GraphError, Meanwhile, nothing
 from tests.test_scheduler import PlainText
 from tests.token_pipeline import TokenPipeline, continuation
 
@@ -26,6 +26,7 @@ class SteppedGraph:
         self.steps = threading.Semaphore(0)
         self.plans: SimpleQueue[CyclePlan] = SimpleQueue()
         self.error: Exception | None = None
+        self.dies = False  # no plan can be sent any more
         self.draft_error: str | None = None
         self.closed, self.killed = threading.Event(), threading.Event()
         self.audits: SimpleQueue = SimpleQueue()
@@ -33,9 +34,12 @@ class SteppedGraph:
         self.dead: str | None = None
         self.thread = threading.current_thread()
 
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, meanwhile: Meanwhile = nothing) -> CycleResult:
         assert threading.current_thread() is self.thread, "made in another thread"
+        if self.dies:
+            raise GraphError("stage 0 has died")
         self.plans.put(plan)
+        meanwhile()
         self.steps.acquire()
         if self.error is not None:
             raise self.error
@@ -162,6 +166,32 @@ def test_an_abort_frees_the_slot_before_the_next_cycle(bench: Bench) -> None:
     bench.graph.steps.release(1000)
     assert [bench.next("b").token_id for _ in range(4)] == continuation([1, 2], 4)
     assert bench.events["a"].empty()
+
+
+def test_no_event_follows_an_abort(bench: Bench) -> None:
+    """Not even what the cycle before it has brought."""
+    bench.submit("a", max_tokens=50)
+    bench.plan()
+    bench.graph.steps.release()
+    bench.plan()  # the cycle that brings a's first token
+    bench.engine.abort("a")
+    bench.submit("b", max_tokens=1)
+    bench.graph.steps.release(1000)
+    assert bench.next("b").finish_reason == "length"
+    assert bench.events["a"].empty()
+
+
+def test_what_a_cycle_has_brought_outlives_the_pipeline(bench: Bench) -> None:
+    bench.submit("a", max_tokens=1)
+    bench.submit("b", max_tokens=50)
+    bench.plan()
+    bench.graph.steps.release()
+    bench.plan()  # the cycle that brings the first tokens, and is the last
+    bench.graph.dies = True
+    bench.graph.steps.release()
+    assert bench.next("a").finish_reason == "length"
+    assert isinstance(bench.next("b"), Delta)
+    assert bench.next("b") == Failure("the pipeline has failed: stage 0 has died")
 
 
 def test_an_abort_of_somebody_unknown_is_fine(bench: Bench) -> None:

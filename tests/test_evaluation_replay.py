@@ -29,7 +29,7 @@ from service.pdm.corpus import CorpusInfo, Document, write_shard
 from service.pdm.teacher import Teacher
 from service.pipeline import blueprint as blueprints
 from service.pipeline.blueprint import Blueprint, make_blueprint
-from service.pipeline.graph import Graph
+from service.pipeline.graph import Graph, Meanwhile, nothing
 from service.pipeline.local_graph import LocalGraph
 from service.target import load_target_config
 from tests.test_evaluation import RECORD, answers_of, command
@@ -102,7 +102,7 @@ class Both:
         self._entered: dict[int, list[int]] = {}
         self.compared: dict[int, int] = {}  # drafts by fill
 
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, _meanwhile: Meanwhile = nothing) -> CycleResult:
         real, replay = self._real.run(plan), self._replay.run(plan)
         assert [s.verdicts for s in real.stages] == [s.verdicts for s in replay.stages]
         for rows, tokens in zip(plan.stages[0], plan.tokens, strict=True):

@@ -15,7 +15,7 @@ from service.messages import CyclePlan, GenerateRequest, Rows, Sampling
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.graph import GraphError
 from service.pipeline.local_graph import LocalGraph
-from service.pipeline.process_graph import ProcessGraph
+from service.pipeline.process_graph import ProcessGraph, hosts
 from service.pipeline.shared_tensors import SharedTensors
 from tests.toys import blueprint, generate, prompts_of, requests_of, texts_of, toy_target
 
@@ -36,7 +36,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
 
 @pytest.fixture
 def graph(toy: Blueprint):
-    with closing(ProcessGraph(toy, chunk=8, cycle_timeout_s=60)) as made:
+    with closing(ProcessGraph(toy, chunk=8, cycle_timeout_s=60, cores=STAGES + 1)) as made:
+        yield made
+
+
+@pytest.fixture
+def crowded(toy: Blueprint):
+    """The drafter has no core of its own."""
+    with closing(ProcessGraph(toy, chunk=8, cycle_timeout_s=60, cores=STAGES)) as made:
         yield made
 
 
@@ -48,9 +55,20 @@ def children() -> list[psutil.Process]:
     return sorted(ours, key=lambda p: (p.create_time(), p.pid))
 
 
-def test_the_same_text_and_counts_as_the_local_graph(toy: Blueprint, graph: ProcessGraph) -> None:
+def test_which_process_runs_what() -> None:
+    assert hosts(2, drafts=True, cores=3) == [(0,), (1,), (2,)]
+    assert hosts(2, drafts=True, cores=2) == [(0,), (1, 2)]
+    assert hosts(3, drafts=True, cores=1) == [(0,), (1,), (2, 3)]
+    assert hosts(2, drafts=False, cores=1) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("name", ["graph", "crowded"])
+def test_the_same_text_and_counts_as_the_local_graph(
+    toy: Blueprint, name: str, request: pytest.FixtureRequest
+) -> None:
     """Requests together and one after another, prompts in chunks, prefixes that are there."""
-    assert len(started := children()) == STAGES + 1
+    graph = request.getfixturevalue(name)
+    assert len(started := children()) == STAGES + (name == "graph")
     one = prompts_of([17])[0]
     requests = [
         *requests_of(prompts_of([3, 9, 17, 5]), 20, SAMPLINGS),
@@ -70,8 +88,10 @@ def test_the_same_text_and_counts_as_the_local_graph(toy: Blueprint, graph: Proc
     assert not any(process.is_running() for process in started)
 
 
-def test_looking_after_it(toy: Blueprint, graph: ProcessGraph) -> None:
+@pytest.mark.parametrize("name", ["graph", "crowded"])
+def test_looking_after_it(toy: Blueprint, name: str, request: pytest.FixtureRequest) -> None:
     """What is in the slots, whether all live, and an end at once."""
+    graph = request.getfixturevalue(name)
     prompt = prompts_of([9])[0]
     generate(graph, requests_of([prompt], 5, None), stages=STAGES, uses_pdm=True)
     assert graph.audit({0: prompt, 1: []}, drafter=True) == []
@@ -100,6 +120,13 @@ def test_a_dead_process_is_a_graph_error(graph: ProcessGraph, victim: int) -> No
     children()[victim].kill()
     with pytest.raises(GraphError, match="has died"):
         run_often(graph)  # it lives on for a moment
+
+
+def test_the_death_of_a_shared_process_names_both(crowded: ProcessGraph) -> None:
+    crowded.run(EMPTY)
+    children()[1].kill()
+    with pytest.raises(GraphError, match=r"stage 1 or the drafter has died|a stage or the drafter"):
+        run_often(crowded)
 
 
 def test_an_exception_names_its_cause(graph: ProcessGraph) -> None:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from service.engine.recorder import Outcome, Recorder
@@ -50,6 +51,7 @@ class Engine:
         self._queue_timeout_s, self._on_failure = queue_timeout_s, on_failure
         self._graph: ServingGraph | None = None
         self._cycle_began: float | None = None
+        self._unsent = Unsent()
         self._is_audited = False
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._clocks: dict[str, RequestClock] = {}
@@ -129,19 +131,27 @@ class Engine:
             self._commands.get()()
 
     def _cycle(self, graph: ServingGraph) -> None:
-        """One cycle of the machine: plan, run, hand out tokens."""
+        """One cycle of the machine: plan, run, take the result. The tokens of the cycle before go
+        out while this one runs: no cycle waits for them."""
         self._expire()
         plan = self._scheduler.plan()
-        self._recorder.load(self._scheduler.running, self._scheduler.waiting)
         if plan is None:
+            self._hand_out()
             self._rest(graph)
             return
         self._is_audited, self._cycle_began = False, time.perf_counter()
-        result = graph.run(plan)
+        result = graph.run(plan, meanwhile=self._hand_out)
         self._cycle_began = None
-        for sequence, event in self._scheduler.apply(result):
+        self._unsent = Unsent(self._scheduler.apply(result), (plan, result))
+
+    def _hand_out(self) -> None:
+        """Tokens to their requests, figures to the recorder."""
+        unsent, self._unsent = self._unsent, Unsent()
+        for sequence, event in unsent.events:
             self._deliver(sequence, event)
-        self._record(plan, result)
+        if unsent.cycle is not None:
+            self._record(*unsent.cycle)
+        self._recorder.load(self._scheduler.running, self._scheduler.waiting)
 
     def _rest(self, graph: ServingGraph) -> None:
         """Nothing to do until somebody says something; then there is time to look at the books."""
@@ -202,7 +212,9 @@ class Engine:
         self._recorder.request_started(len(request.prompt_ids))
 
     def _abort(self, request_id: str) -> None:
-        if self._scheduler.abort(request_id):
+        self._scheduler.abort(request_id)
+        self._unsent.forget(request_id)
+        if request_id in self._clocks:
             self._over(request_id, "abort")
 
     def _over(self, request_id: str, outcome: Outcome) -> None:
@@ -211,6 +223,7 @@ class Engine:
 
     def _stop(self) -> None:
         self._running = False
+        self._hand_out()
         self._drop_all(SHUTTING_DOWN)
 
     def _deliver(self, sequence: Sequence, event: PromptScored | Delta) -> None:
@@ -240,6 +253,7 @@ class Engine:
         """The pipeline is of no use any more: every stream is told, and none can start."""
         if not isinstance(error, GraphError):
             log.exception("the engine failed")
+        self._hand_out()
         self.failure = str(error)
         log.error("the pipeline has failed: %s", self.failure)
         self._drop_all(f"the pipeline has failed: {self.failure}")
@@ -250,6 +264,18 @@ class Engine:
         for clock in self._clocks.values():
             self._recorder.request_finished("error", time.perf_counter() - clock.arrived)
         self._clocks.clear()
+
+
+@dataclass(slots=True)
+class Unsent:
+    """What a cycle has brought and nobody has been told."""
+
+    events: list[tuple[Sequence, PromptScored | Delta]] = field(default_factory=list)
+    cycle: tuple[CyclePlan, CycleResult] | None = None
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for its events any more."""
+        self.events = [e for e in self.events if e[0].request.request_id != request_id]
 
 
 class RequestClock:

@@ -276,7 +276,7 @@ class Scheduler:
 
     def _draft_order(self, s: Sequence) -> DraftOrder | None:
         """A draft is wanted behind a generated token that enters, if it could enter itself, and if
-        the proposer has nothing for its place: it is asked again, and will say the same."""
+        the proposer has nothing for its place: its word is kept."""
         rows = s.rows[0]
         if not self._uses_pdm or rows is None or rows.start < s.known_length:
             return None

@@ -39,6 +39,7 @@ class Sequence:
     ahead: deque[Proposal] = field(default_factory=deque)
     entered: int = 0
     draft: Proposal | None = None  # the PDM's, for the position `entered`
+    proposed: tuple[int, int | None] | None = None  # the proposer's last word, and its position
     cycles: int = 0
     decoded: int = 0
     drafted: int = 0
@@ -75,16 +76,19 @@ class Sequence:
         return sampling.seeded or sampling.temperature <= FIRST_UP_TO
 
     def propose(self) -> int | None:
-        """The proposer's token for the position `end`."""
+        """The proposer's token for the position `end`; it is asked once."""
         if self.proposer is None:
             return None
-        return self.proposer([*self.tokens, *(p.token for p in self.ahead)])
+        if self.proposed is None or self.proposed[0] != self.end:
+            text = [*self.tokens, *(p.token for p in self.ahead)]
+            self.proposed = self.end, self.proposer(text)
+        return self.proposed[1]
 
     def flush(self) -> None:
         """Voids the rows behind the last stage and their tokens."""
         self.rows[:-1] = [None] * (len(self.rows) - 1)
         self.ahead.clear()
-        self.draft = None
+        self.draft = self.proposed = None
 
     def stats(self) -> RequestStats:
         return RequestStats(

@@ -21,6 +21,7 @@ from service.messages import (
     Verdict,
     Verify,
 )
+from service.pipeline.graph import Meanwhile, nothing
 
 # [fill - 1][t]: the draft behind token t of the answer. The last list stands for all fuller
 # pipelines: a drafter that looks at the newest token alone has one.
@@ -45,7 +46,8 @@ class ReplayGraph:
         self._texts: dict[int, list[int]] = defaultdict(list)  # by slot: the tokens that entered
         self._running: dict[int, tuple[Gold, Table]] = {}
 
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, meanwhile: Meanwhile = nothing) -> CycleResult:
+        meanwhile()
         for copy in plan.copies:
             self._texts[copy.target] = self._texts[copy.source][: copy.length]
         for admission in plan.admitted:

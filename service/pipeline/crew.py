@@ -28,11 +28,13 @@ class Crew(Generic[T]):
         for thread in self._threads:
             thread.start()
 
-    def run(self, tasks: Sequence[Task[T]]) -> list[T]:
-        """All results, in order. Raises the first failed task's exception, once all are done."""
+    def run(self, tasks: Sequence[Task[T]], meanwhile: Callable[[], None]) -> list[T]:
+        """All results, in order; `meanwhile` is called by this thread, beside the tasks. Raises the
+        first failed task's exception, once all are done."""
         self._unfinished = len(tasks)
         self._tasks.extend(enumerate(tasks))
         os.eventfd_write(self._waiting, len(tasks))
+        meanwhile()
         self._round_is_over.get()
         results: list[T] = []
         for k in range(len(tasks)):

@@ -1,9 +1,15 @@
 """What the engine asks of a graph: run one cycle."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from service.messages import CyclePlan, CycleResult
+
+Meanwhile = Callable[[], None]
+
+
+def nothing() -> None:
+    """What an engine has to do meanwhile that has nothing to do."""
 
 
 class GraphError(RuntimeError):
@@ -13,8 +19,9 @@ class GraphError(RuntimeError):
 class Graph(Protocol):
     """The stages and the drafter, joined. All methods are called from one thread."""
 
-    def run(self, plan: CyclePlan) -> CycleResult:
-        """Runs one cycle. Raises GraphError."""
+    def run(self, plan: CyclePlan, meanwhile: Meanwhile = nothing) -> CycleResult:
+        """Runs one cycle, and calls `meanwhile` once its plan is on the way: what need not be done
+        between two cycles is done there. Raises GraphError."""
 
     def close(self) -> None:
         """Ends the actors."""

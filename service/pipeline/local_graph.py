@@ -14,7 +14,7 @@ from service.messages import CyclePlan, CycleResult
 from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint
 from service.pipeline.crew import Crew
-from service.pipeline.graph import GraphError, audited
+from service.pipeline.graph import GraphError, Meanwhile, audited, nothing
 
 
 class LocalGraph:
@@ -27,13 +27,13 @@ class LocalGraph:
         self.drafter = drafter(spec, blueprint.checkpoint) if blueprint.with_drafter else None
         self._crew: Crew[Tensor | None] = Crew(spec.stages + blueprint.with_drafter, "spd-stage")
 
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, meanwhile: Meanwhile = nothing) -> CycleResult:
         began = time.perf_counter()
         try:
             tasks = [partial(stage.forward, plan) for stage in self.stages]
             if self.drafter:
                 tasks.append(partial(self.drafter.draft, plan))
-            outputs = self._crew.run(tasks)
+            outputs = self._crew.run(tasks, meanwhile)
             for stage, upstream in zip(self.stages[1:], outputs, strict=False):
                 stage.accept(plan, upstream)
             if self.drafter:

@@ -1,4 +1,4 @@
-"""A stage or the drafter as a process of its own, see `service.pipeline.process_graph`."""
+"""A process that runs a stage, the drafter, or both; see `service.pipeline.process_graph`."""
 
 import os
 import pickle
@@ -16,20 +16,27 @@ from service.pipeline.shared_tensors import Output, SharedTensors
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The first message to a process: what it is. `memory`: descriptors of what each sends in."""
+    """The first message to a process: what it runs. `memory`: descriptors of what each sends in."""
 
     blueprint: Blueprint
-    index: int  # of the stages, then the drafter
-    memory: tuple[int, ...]
+    actors: tuple[int, ...]  # stages by number; the one behind the last is the drafter
+    memory: tuple[int, ...]  # one for each actor of the graph
     size: int  # of a tensor, in bytes, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One cycle. What the one `before` has put out is taken over first."""
+    """One cycle."""
 
     plan: CyclePlan
-    before: tuple[CyclePlan, tuple[Output | None, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Where all actors have put out what they did in the cycle that was ordered last. There is no
+    answer, so that the engine plans the next one meanwhile."""
+
+    outputs: tuple[Output | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +48,11 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer to everything."""
+    """The answer to an order or an audit: of each actor of the process."""
 
-    output: Output | None = None
-    report: StageReport | DraftReport | None = None
-    differing: Sequence[int] = ()
+    outputs: tuple[Output | None, ...] = ()
+    reports: tuple[StageReport | DraftReport, ...] = ()
+    differing: tuple[Sequence[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +62,15 @@ class Failed:
     reason: str
 
 
-Message = Task | Order | Audit | Done | Failed
+Message = Task | Order | TakeOver | Audit | Done | Failed
 Pipe: TypeAlias = "Connection[bytes, bytes]"
 
 
-def send(pipe: Pipe, message: Message) -> None:
+def send(message: Message, *pipes: Pipe) -> None:
     """By plain pickle: that of pipes would share the tensors in a message behind our back."""
-    pipe.send_bytes(pickle.dumps(message))
+    written = pickle.dumps(message)
+    for pipe in pipes:
+        pipe.send_bytes(written)
 
 
 def receive(pipe: Pipe) -> Message:
@@ -69,45 +78,55 @@ def receive(pipe: Pipe) -> Message:
     return message
 
 
-class ProcessActor:
-    """What this process is, and the memory of all."""
+class HostedActor:
+    """A stage or the drafter, and the memory of all."""
 
-    def __init__(self, task: Task) -> None:
-        spec = task.blueprint.spec
-        self._index, self._stages = task.index, spec.stages
-        self._memory = [SharedTensors(fd, task.size) for fd in task.memory]
-        for fd in task.memory:
-            os.close(fd)
-        self._is_drafter = task.index == spec.stages
+    def __init__(self, blueprint: Blueprint, index: int, memory: Sequence[SharedTensors]) -> None:
+        spec = blueprint.spec
+        self._index, self._stages, self._memory = index, spec.stages, memory
+        self._is_drafter = index == spec.stages
+        self._plan: CyclePlan | None = None
         self._actor: Any
         if self._is_drafter:
-            self._actor = drafter_class(spec)(spec, task.blueprint.checkpoint)
+            self._actor = drafter_class(spec)(spec, blueprint.checkpoint)
         else:
-            self._actor = stage_class(spec)(spec, task.index, task.blueprint.draft_ids)
+            self._actor = stage_class(spec)(spec, index, blueprint.draft_ids)
 
-    def answer(self, asked: Order | Audit) -> Done:
-        if isinstance(asked, Audit):
-            return Done(differing=self._actor.differing(asked.texts))
-        return self._cycle(asked)
-
-    def _cycle(self, order: Order) -> Done:
-        if order.before is not None:
-            self._take_over(*order.before)
+    def cycle(self, plan: CyclePlan) -> tuple[Output | None, StageReport | DraftReport]:
+        self._plan = plan
         run = self._actor.draft if self._is_drafter else self._actor.forward
-        output = self._memory[self._index].put(run(order.plan))
-        return Done(output, self._actor.report())
+        return self._memory[self._index].put(run(plan)), self._actor.report()
 
-    def _take_over(self, plan: CyclePlan, outputs: tuple[Output | None, ...]) -> None:
+    def take_over(self, outputs: tuple[Output | None, ...]) -> None:
         """As a `LocalGraph` does for all."""
+        plan, memory = self._plan, self._memory
         if self._is_drafter:
             for k in range(self._stages):
-                self._actor.accept(plan, k, self._memory[k].get(outputs[k]))
+                self._actor.accept(plan, k, memory[k].get(outputs[k]))
             return
         if self._index > 0:
             before = self._index - 1
-            self._actor.accept(plan, self._memory[before].get(outputs[before]))
+            self._actor.accept(plan, memory[before].get(outputs[before]))
         if self._index == self._stages - 1 and len(outputs) > self._stages:
-            self._actor.accept_q(plan, self._memory[-1].get(outputs[-1]))
+            self._actor.accept_q(plan, memory[-1].get(outputs[-1]))
+
+    def differing(self, texts: Mapping[int, Sequence[int]]) -> Sequence[int]:
+        slots: Sequence[int] = self._actor.differing(texts)
+        return slots
+
+
+def _hosted(task: Task) -> list[HostedActor]:
+    memory = [SharedTensors(fd, task.size) for fd in task.memory]
+    for fd in task.memory:
+        os.close(fd)
+    return [HostedActor(task.blueprint, index, memory) for index in task.actors]
+
+
+def _answer(actors: Sequence[HostedActor], asked: Order | Audit) -> Done:
+    if isinstance(asked, Audit):
+        return Done(differing=tuple(actor.differing(asked.texts) for actor in actors))
+    outputs, reports = zip(*[actor.cycle(asked.plan) for actor in actors], strict=True)
+    return Done(outputs, reports)
 
 
 def main() -> None:
@@ -116,13 +135,17 @@ def main() -> None:
     try:
         task = receive(pipe)
         assert isinstance(task, Task)
-        actor = ProcessActor(task)
-        send(pipe, Done())
+        actors = _hosted(task)
+        send(Done(), pipe)
         while True:
             asked = receive(pipe)
-            assert isinstance(asked, Order | Audit)
-            send(pipe, actor.answer(asked))
+            if isinstance(asked, TakeOver):
+                for actor in actors:
+                    actor.take_over(asked.outputs)
+            else:
+                assert isinstance(asked, Order | Audit)
+                send(_answer(actors, asked), pipe)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:
-        send(pipe, Failed(f"{type(error).__name__}: {error}"))
+        send(Failed(f"{type(error).__name__}: {error}"), pipe)

@@ -12,34 +12,62 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from multiprocessing.connection import wait as wait_for
 
 from service.messages import CyclePlan, CycleResult
 from service.pipeline.blueprint import Blueprint, largest_tensor_bytes
-from service.pipeline.graph import GraphError, audited
-from service.pipeline.process_actor import Audit, Done, Failed, Order, Pipe, Task, receive, send
-from service.pipeline.shared_tensors import Output
+from service.pipeline.graph import GraphError, Meanwhile, audited, nothing
+from service.pipeline.process_actor import (
+    Audit,
+    Done,
+    Failed,
+    Order,
+    Pipe,
+    TakeOver,
+    Task,
+    receive,
+    send,
+)
 
 READY_SECONDS = 600.0  # weights are read from a disk that may be slow
 END_SECONDS = 5.0
 _PROGRAM = "from service.pipeline.process_actor import main; main()"
 
 
-class ProcessGraph:
-    """Owns the processes: the stages, then the drafter."""
+def hosts(stages: int, *, drafts: bool, cores: int) -> list[tuple[int, ...]]:
+    """The actors of each process: the stages, then the drafter. It joins the last stage where it
+    has no core of its own: as a third process on two cores it would be put beside either of the
+    stages, and often beside the slower one while the other core rests."""
+    processes: list[tuple[int, ...]] = [(k,) for k in range(stages)]
+    if drafts and cores > stages:
+        processes.append((stages,))
+    elif drafts:
+        processes[-1] = (stages - 1, stages)
+    return processes
 
-    def __init__(self, blueprint: Blueprint, chunk: int, cycle_timeout_s: float) -> None:
-        """Returns when all have read their weights. Raises GraphError."""
-        self._stages, self._timeout = blueprint.spec.stages, cycle_timeout_s
-        self._drafts = blueprint.with_drafter
-        count = self._stages + self._drafts
+
+class ProcessGraph:
+    """Owns the processes."""
+
+    def __init__(
+        self, blueprint: Blueprint, chunk: int, cycle_timeout_s: float, cores: int | None = None
+    ) -> None:
+        """Returns when all have read their weights. `cores`: by default those that this process may
+        use. Raises GraphError."""
+        spec = blueprint.spec
+        self._stages, self._timeout = spec.stages, cycle_timeout_s
+        drafts = blueprint.with_drafter
+        cores = (cores or len(os.sched_getaffinity(0))) // spec.threads
+        self._hosts = hosts(spec.stages, drafts=drafts, cores=cores)
         size = largest_tensor_bytes(blueprint, chunk)
-        memory = tuple(os.memfd_create(f"spd-{k}") for k in range(count))
+        memory = tuple(os.memfd_create(f"spd-{k}") for k in range(spec.stages + drafts))
+        for fd in memory:
+            os.ftruncate(fd, 2 * size)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Pipe] = []
-        self._before: tuple[CyclePlan, tuple[Output | None, ...]] | None = None
-        for k in range(count):
-            self._start(Task(blueprint, k, memory, size))
+        for actors in self._hosts:
+            self._start(Task(blueprint, actors, memory, size))
         for fd in memory:  # the processes have them
             os.close(fd)
         try:
@@ -50,8 +78,6 @@ class ProcessGraph:
 
     def _start(self, task: Task) -> None:
         ours, theirs = multiprocessing.Pipe()
-        for fd in task.memory:
-            os.ftruncate(fd, 2 * task.size)
         self._processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
@@ -61,26 +87,26 @@ class ProcessGraph:
         )
         theirs.close()  # so that a death is seen as the end of the pipe
         self._pipes.append(ours)
-        send(ours, task)
+        send(task, ours)
 
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, meanwhile: Meanwhile = nothing) -> CycleResult:
         began = time.perf_counter()
-        done = self._ask(Order(plan, self._before))
-        self._before = plan, tuple(d.output for d in done)
-        reports = [d.report for d in done]
+        self._tell(Order(plan))
+        meanwhile()
+        done = self._answers(self._timeout)
+        self._tell(TakeOver(tuple(chain.from_iterable(d.outputs for d in done))))
+        reports = list(chain.from_iterable(d.reports for d in done))
         return CycleResult(
             stages=tuple(reports[: self._stages]),  # type: ignore[arg-type]
-            drafter=reports[-1] if self._drafts else None,  # type: ignore[arg-type]
+            drafter=reports[-1] if len(reports) > self._stages else None,  # type: ignore[arg-type]
             seconds=time.perf_counter() - began,
         )
 
-    def _ask(self, message: Order | Audit) -> Sequence[Done]:
+    def _tell(self, message: Order | TakeOver | Audit) -> None:
         try:
-            for pipe in self._pipes:
-                send(pipe, message)
+            send(message, *self._pipes)
         except OSError as error:
             raise GraphError("a stage or the drafter has died") from error
-        return self._answers(self._timeout)
 
     def _answers(self, seconds: float) -> Sequence[Done]:
         """One from each process."""
@@ -97,7 +123,8 @@ class ProcessGraph:
         return [answers[k] for k in range(len(self._pipes))]
 
     def _answer(self, k: int) -> Done:
-        name = f"stage {k}" if k < self._stages else "the drafter"
+        names = [f"stage {i}" if i < self._stages else "the drafter" for i in self._hosts[k]]
+        name = " or ".join(names)
         try:
             answer = receive(self._pipes[k])
         except (EOFError, OSError) as error:
@@ -108,7 +135,9 @@ class ProcessGraph:
         return answer
 
     def audit(self, texts: Mapping[int, Sequence[int]], *, drafter: bool) -> list[str]:
-        differing = [done.differing for done in self._ask(Audit(texts))]
+        self._tell(Audit(texts))
+        answers = self._answers(self._timeout)
+        differing = list(chain.from_iterable(done.differing for done in answers))
         return audited(differing[self._stages - 1 : self._stages + drafter])
 
     def check(self, _seconds: float) -> None:

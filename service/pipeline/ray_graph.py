@@ -20,7 +20,7 @@ from service.messages import CyclePlan, CycleResult, DraftReport, StageReport
 from service.pdm.features import tapped_stages
 from service.pipeline.actors import drafter_class, stage_class
 from service.pipeline.blueprint import Blueprint, largest_tensor_bytes
-from service.pipeline.graph import GraphError, audited
+from service.pipeline.graph import GraphError, Meanwhile, audited, nothing
 
 log = logging.getLogger(__name__)
 logging.getLogger("ray.dag").setLevel(logging.WARNING)
@@ -152,10 +152,12 @@ class RayGraph:
     def _actors(self) -> list[Any]:
         return [*self.stages, *([self.drafter] if self.drafter else [])]
 
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, meanwhile: Meanwhile = nothing) -> CycleResult:
         began = time.perf_counter()
         try:
-            reports = ray.get(self._graph.execute(plan), timeout=self._timeout)
+            running = self._graph.execute(plan)
+            meanwhile()
+            reports = ray.get(running, timeout=self._timeout)
         except RayChannelTimeoutError as error:
             raise GraphError(f"cycle {plan.cycle} took more than {self._timeout} s") from error
         except RayError as error:
