@@ -87,12 +87,16 @@ class CachedPDM:
     """A PDM with keys and values in slots, as the drafter runs it."""
 
     def __init__(self, pdm: PDM, cache: SlotCache, weights: str | None = None) -> None:
-        """Takes the PDM over: what it multiplies with is laid out for inference."""
+        """Takes the PDM over: what it multiplies with is laid out for inference. The products that
+        read the target's hidden states are not rounded: a few of these are a thousand times as
+        large as the others, and a small error there costs eight points of acceptance."""
         self.pdm = pdm
         layers = [DecoderLayer(layer, weights) for layer in pdm.layers]
         self._layers = DecoderLayers(layers, pdm.rotary, cache)
         pdm.layers = nn.ModuleList()
-        replace_linears(pdm, weights)
+        replace_linears(pdm.aggregation, None)
+        replace_linears(pdm.previous, None)
+        replace_linears(pdm, weights)  # the head
 
     def __call__(self, features: Tensor, batch: Batch, newest: list[int]) -> Tensor:
         """Features [R, H] -> logits [len(newest), D] of the rows with these indices. All rows write
