@@ -88,8 +88,8 @@ class CachedPDM:
 
     def __init__(self, pdm: PDM, cache: SlotCache, weights: str | None = None) -> None:
         """Takes the PDM over: what it multiplies with is laid out for inference. The products that
-        read the target's hidden states are not rounded: a few of these are a thousand times as
-        large as the others, and a small error there costs eight points of acceptance."""
+        read the target's hidden states are not rounded: a few of these are far larger than the
+        others, and the error there costs eight points of acceptance."""
         self.pdm = pdm
         layers = [DecoderLayer(layer, weights) for layer in pdm.layers]
         self._layers = DecoderLayers(layers, pdm.rotary, cache)
