@@ -1,6 +1,8 @@
 """Failures of a running deployment, over real actors and HTTP: the shortest of `make chaos`."""
 
+import json
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -108,6 +110,61 @@ def test_books_that_do_not_balance(running: Deployment, wanted: list[Stream]) ->
     assert "the idle pipeline is not as it should be" in running.served.log.read_text()
     running.wait_until_whole(1)
     go_through(running, wanted, lambda: None)
+
+
+@pytest.mark.full
+def test_a_slow_reader_holds_nobody_up(running: Deployment) -> None:
+    """It takes all slots for megabytes that it does not read. Whoever comes next gets the slots all
+    the same, and the reader in the end the whole answer."""
+    tokens, choices = 900, 8
+    body = {"model": MODEL, "prompt": "x", "max_tokens": tokens, "n": choices, "stream": True,
+            "temperature": 0, "ignore_eos": True, "logprobs": 5}  # fmt: skip
+    content = json.dumps(body).encode()
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.settimeout(WAIT_S)
+        reader.connect((host, int(port)))
+        reader.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        received = reader.recv(1024)  # it runs
+        assert received.startswith(b"HTTP/1.1 200")
+        next_one = Stream(running.url, bodies(8)[0])
+        (thread,) = start([next_one])
+        thread.join(WAIT_S)
+        assert next_one.reason == "length"
+        while more := reader.recv(1 << 20):
+            received += more
+    assert received.count(b'"finish_reason":"length"') == choices
+    assert received.count(b'"top_logprobs"') >= tokens * choices
+    assert b"data: [DONE]" in received
+
+
+@pytest.mark.full
+def test_a_configuration_that_is_deployed_anew_under_load(tmp_path: Path, toy: Path) -> None:
+    """Streams run to their ends in the old replicas, and requests that come meanwhile in the new
+    ones; nothing is lost."""
+    with deployment(tmp_path / "log", toy, grace_s=60.0) as running:
+        running.wait_until_whole(1)
+        before = running.pids(STAGE)
+        wanted = streams_of(running)
+        for thread in start(wanted):
+            thread.join(WAIT_S)
+        streams = streams_of(running)
+        threads = start(streams)
+        for stream in streams:
+            stream.begun.wait(WAIT_S)
+        running.deploy(limits={"grace_s": 60.0, "queue": 7})
+        late = streams_of(running)
+        threads += start(late)
+        for thread in threads:
+            thread.join(WAIT_S)
+        for stream, reference in zip(streams + late, wanted + wanted, strict=True):
+            assert stream.difference(reference) is None
+        running.wait_until_whole(1)
+        assert not set(running.pids(STAGE)) & set(before), "the new settings are served"
 
 
 @pytest.mark.full

@@ -332,7 +332,7 @@ def test_stages_hold_their_own_layers_alone(pipeline, i) -> None:  # noqa: ARG00
         counts = graph.call("parameter_count")
     else:
         counts = [stage.parameter_count() for stage in graph.stages]
-    layers = {2: (19, 11), 3: (13, 13, 4)}[pipeline.n]
+    layers = {2: (18, 12), 3: (12, 12, 6)}[pipeline.n]
     wanted = [layer * count for count in layers]
     wanted[0] += head  # the embedding, which the head shares
     wanted[-1] += head + norm

@@ -2,17 +2,30 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.chaos.streams import MODEL
 from tests.serving import Served, serve, wait_until_ready
 from tests.toys import toy_chat_target
 
 WATCHDOG_S = 8.0
+# What `serve deploy` asks of the dashboard, which `serve run` does not start.
+DEPLOY = """
+import sys, ray, yaml
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+ray.init(address="auto", namespace="serve", log_to_driver=False)
+schema = ServeDeploySchema.model_validate(yaml.safe_load(open(sys.argv[1])))
+_get_global_client().deploy_apps(schema)
+"""
 
 
 def make_toy(folder: Path, default_model: Path) -> Path:
@@ -72,6 +85,14 @@ class Deployment:
         partial = self._orders / f"{place}.partial"
         partial.write_text(text)
         partial.rename(self._orders / place)
+
+    def deploy(self, **args: Any) -> None:
+        """Deploys the configuration with other `args`, as an operator does with a running one."""
+        file = self.served.log.with_suffix(".yaml")
+        config = yaml.safe_load(file.read_text())
+        config["applications"][0]["args"].update(args)
+        file.write_text(yaml.safe_dump(config))
+        subprocess.run([sys.executable, "-c", DEPLOY, str(file)], check=True, timeout=120)
 
     def wait_until_whole(self, replicas: int, most: float = 120) -> None:
         """Until all pipelines are there, and serve."""
