@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.linear import fused
+from service.pipeline.padded import PaddedBatch
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -41,7 +42,12 @@ class DecoderLayer(nn.Module):
         self._activation = mlp.act_fn
 
     def forward(
-        self, hidden: Tensor, number: int, cache: SlotCache, batch: Batch, rotation: Rotation
+        self,
+        hidden: Tensor,
+        number: int,
+        cache: SlotCache,
+        batch: Batch | PaddedBatch,
+        rotation: Rotation,
     ) -> Tensor:
         """Rows [R, H] -> [R, H], with keys and values in the cache's layer `number`."""
         qkv = self.qkv(_normed(hidden, self.before_attention))
