@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from service.engine.balance import Balance
 from service.engine.recorder import Outcome, Recorder
 from service.engine.scheduler import QueueFullError, Scheduler
 from service.engine.sequence import Sequence, Sink
@@ -56,6 +57,7 @@ class Engine:
         self._running = True
         self.failure: str | None = None
         self.draft_error: str | None = None
+        self.balance = Balance()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="spd-engine", daemon=True)
@@ -230,6 +232,7 @@ class Engine:
 
     def _record(self, plan: CyclePlan, result: CycleResult) -> None:
         self._recorder.cycle(result)
+        self.balance.see(result)
         error = result.drafter.error if result.drafter else None
         if error != self.draft_error and (error or plan.drafts):  # success is a draft that came
             log.warning("speculation: %s", error or "works again")
