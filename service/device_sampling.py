@@ -48,10 +48,10 @@ def drafted(
     that q [D], where verification may need it."""
     if is_greedy(sampling):
         best = scores.argmax()
-        return torch.stack([ids[best], torch.zeros_like(best)]), None
+        return torch.stack([ids.take(best), torch.zeros_like(best)]), None
     log_q = shape(scores, sampling)
     stream = Stream.GUMBEL if sampling.seeded else Stream.DRAFT
-    token = ids[_drawn(log_q, ids, sampling.key, stream, position)]
+    token = ids.take(_drawn(log_q, ids, sampling.key, stream, position))  # ids[..] would wait
     if sampling.seeded:
         return torch.stack([token, torch.zeros_like(token)]), None
     q = log_q.exp()

@@ -78,6 +78,19 @@ def test_a_device_drafts_as_the_plain_function(
         assert torch.equal(found_q, q)
 
 
+@settings(max_examples=100, deadline=None)
+@given(samplings, st.sampled_from(["pdm", "point", None]))
+def test_nothing_is_asked_of_the_device(sampling: Sampling, kind: Any) -> None:
+    """On the meta device there are no numbers: whatever would wait for one raises."""
+    row, ids = torch.randn(VOCABULARY, device="meta"), IDS.to("meta")
+    proposal = None if kind is None else Proposal(3, kind if uses_q(sampling) else "point")
+    q = DraftDistribution(ids, torch.rand(len(ids), device="meta"))
+    assert verified(row, sampling, 7, proposal, q).shape == (2,)
+    found, probs = drafted(row[: len(ids)], ids, sampling, 7)
+    assert found.shape == (2,)
+    assert (probs is not None) == uses_q(sampling)
+
+
 def test_rows_come_back_together() -> None:
     rows = [torch.tensor([0.0, 2.0, 1.0]), torch.tensor([3.0, 2.0, 1.0])]
     found = [verified(row, Sampling(), 4, Proposal(1, "point")) for row in rows]

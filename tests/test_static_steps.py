@@ -16,12 +16,14 @@ from torch import Tensor
 
 from service.config import parse_settings
 from service.messages import CyclePlan, CycleResult, Rows, Sampling
-from service.pipeline import decode_step, local_graph
+from service.pdm.drafter import Drafter
+from service.pipeline import decode_step, linear, local_graph
 from service.pipeline.blueprint import Blueprint, make_blueprint
 from service.pipeline.cache import Batch
 from service.pipeline.cuda import Capture
 from service.pipeline.decode_step import DecodeStep, StepShape, buckets
 from service.pipeline.local_graph import LocalGraph
+from service.pipeline.padded import PaddedBatch
 from service.pipeline.spec import ActorSpec
 from service.pipeline.stage import Stage
 from tests.toys import (
@@ -197,6 +199,37 @@ def test_the_smallest_bucket_that_fits_is_run(llama: Path, monkeypatch: Any) -> 
     assert not replayed
     kept = [t.data_ptr() for t in (step._where, step._told, step._inputs, *step._outputs)]
     assert kept == addresses
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_captured_asks_nothing_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """On the meta device there are no numbers: whatever would wait for one raises."""
+    monkeypatch.setattr(linear, "_can_pack", lambda _: False)
+    architecture, config = VARIANTS[variant]
+    target = toy_target(tmp_path / "target", architecture, **config)
+    pdm = toy_pdm(tmp_path / "pdm", target, bounds=(0, 6), layers=2, previous=2)
+    made = static(blueprint(target, 1, pdm=pdm, slots=SLOTS, max_len=MAX_LEN))
+    stage, drafter = Stage(made.spec, 0), Drafter(made.spec, made.checkpoint)
+    for module in (stage.layers, stage.norm, stage.head, drafter.pdm, drafter._cached._layers):
+        module.to("meta")
+    for layers, cache in (
+        (stage.layers, stage._cache),
+        (drafter._cached._layers, drafter._cache),
+    ):
+        layers._cos, layers._sin = layers._cos.to("meta"), layers._sin.to("meta")
+        cache._keys, cache._values = cache._keys.to("meta"), cache._values.to("meta")
+    where = torch.zeros(2, 6, dtype=torch.int64, device="meta")
+    hidden = torch.randn(6, made.hidden_size, device="meta")
+    with torch.inference_mode():
+        out, *taps, logits = stage._decoded(PaddedBatch(*where, 1, 16), hidden)
+        (drafts,) = drafter._cached.decoded(PaddedBatch(*where, 3, 16), hidden)
+    assert out.is_meta
+    assert all(tap.is_meta for tap in taps)
+    assert out.shape == hidden.shape
+    assert logits.shape == (6, 97)
+    assert drafts.shape == (6, made.draft_vocabulary)
 
 
 def test_what_has_overflowed_does_not_reach_the_next_text(llama: Path) -> None:
