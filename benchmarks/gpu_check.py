@@ -180,7 +180,7 @@ def numbers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def texts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The texts of each way on the device against those of the plain way on a CPU, in float32."""
-    prompts = prompts_of([5, 90, 17, SHORTEST_CONTEXT - 8])  # one goes on in the next bucket
+    prompts = prompts_of([5, 40, 17, SHORTEST_CONTEXT - 8])  # one goes on in the next bucket
     max_len = 2 * SHORTEST_CONTEXT + options.tokens
     places = [("cpu", "plain"), *((options.device, way) for way in WAYS)]
     made: dict[tuple[str, str], dict[str, Made]] = {}

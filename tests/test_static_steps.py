@@ -89,7 +89,7 @@ class Bench:
         }
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, the scratch slot's among them."""
+        """Keys and values [layers, slots, kv_heads, max_len + 1, head_dim]."""
         return self.stage._cache._keys, self.stage._cache._values
 
 
@@ -142,10 +142,10 @@ def test_a_step_is_the_plain_forward(
     written = torch.zeros(SLOTS, MAX_LEN, dtype=torch.bool)
     for r in rows:
         written[r.slot, r.start : r.end] = True
-    for held, was, right in zip(bench.held(), before, plain, strict=True):
-        live = held[:, :SLOTS].transpose(2, 3)
-        assert torch.equal(live[:, ~written], was[:, :SLOTS].transpose(2, 3)[:, ~written])
-        torch.testing.assert_close(held[:, :SLOTS], right[:, :SLOTS], atol=BOUND, rtol=BOUND)
+    for tensors in zip(bench.held(), before, plain, strict=True):
+        held, was, right = (t[:, :, :, :MAX_LEN].transpose(2, 3) for t in tensors)
+        assert torch.equal(held[:, ~written], was[:, ~written])
+        torch.testing.assert_close(held, right, atol=BOUND, rtol=BOUND)
 
 
 def test_buckets() -> None:
@@ -332,7 +332,7 @@ def test_prompts_take_the_plain_forward_and_tokens_the_step(
     graph.close()
 
 
-def test_only_gpus_use_steps_and_only_they_need_a_scratch_slot(llama: Path) -> None:
+def test_only_gpus_use_steps_and_only_they_need_a_scratch_position(llama: Path) -> None:
     def spec(**args: Any) -> ActorSpec:
         return make_blueprint(parse_settings({"model": str(llama), **args})).spec
 
@@ -342,8 +342,9 @@ def test_only_gpus_use_steps_and_only_they_need_a_scratch_slot(llama: Path) -> N
     assert not spec(device="cuda", pipeline={**pipeline, "cuda_graphs": False}).static_steps
     plain = Stage(spec(pipeline=pipeline), 0)
     assert plain._step is None
-    assert plain._cache._keys.shape[1] == 4
-    assert Stage(replace(spec(pipeline=pipeline), static_steps=True), 0)._cache._keys.shape[1] == 5
+    stepped = Stage(replace(spec(pipeline=pipeline), static_steps=True), 0)
+    assert [stage._cache._keys.shape[3] for stage in (plain, stepped)] == [64, 65]
+    assert torch.equal(plain.layers._cos, stepped.layers._cos[:64])
 
 
 # --- streams and captures, told to a double ------------------------------------------------------

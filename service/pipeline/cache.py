@@ -54,22 +54,18 @@ class SlotCache:
         *,
         scratch: bool = False,
     ) -> None:
-        """`scratch`: one slot more, for the padding of `PaddedBatch`."""
+        """`scratch`: each slot has one position more, for the padding of `PaddedBatch`."""
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
-        self._scratch = scratch
-        shape = (layers, slots + scratch, config.num_key_value_heads, max_len, head_dim)
+        self.scratch, self.max_len = scratch, max_len
+        shape = (layers, slots, config.num_key_value_heads, max_len + scratch, head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def layers(self) -> int:
         return len(self._keys)
-
-    @property
-    def max_len(self) -> int:
-        return self._keys.shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +89,7 @@ class SlotCache:
     ) -> Tensor:
         """Writes the rows' keys and values [R, kv_heads, head_dim] at their places; then their
         queries [R, heads, head_dim] attend to their slots -> [R, heads * head_dim]."""
-        if self._scratch:
+        if self.scratch:
             key, value = finite(key), finite(value)
         if isinstance(batch, PaddedBatch):
             held = self._keys[layer], self._values[layer]

@@ -28,7 +28,7 @@ Forward = Callable[[PaddedBatch, Tensor], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step is made for. The slot behind the last one is the scratch slot."""
+    """What a step is made for. The position behind the last one is scratch, see `PaddedBatch`."""
 
     slots: int
     max_len: int
@@ -101,11 +101,14 @@ class DecodeStep:
 
     def _write(self, rows: Sequence[Rows], groups: int, picks: Sequence[int] = ()) -> Tensor:
         """Tells the device where the rows are; all others are padding. Returns the picks there."""
-        count = groups * self._shape.width
-        slots, positions, picked = [self._shape.slots] * count, [0] * count, [0] * count
-        tokens = ((r.slot, position) for r in rows for position in range(r.start, r.end))
-        for place, (slot, position), pick in zip(self.places(rows), tokens, picks, strict=True):
-            slots[place], positions[place], picked[place] = slot, position, pick
+        width = self._shape.width
+        count = groups * width
+        slots, positions, picked = [0] * count, [self._shape.max_len] * count, [0] * count
+        for i, r in enumerate(rows):
+            slots[i * width : (i + 1) * width] = [r.slot] * width
+            positions[i * width : i * width + r.count] = range(r.start, r.end)
+        for place, pick in zip(self.places(rows), picks, strict=True):
+            picked[place] = pick
         told, where = self._told[: 3 * count], self._where[: 3 * count]
         told.copy_(torch.tensor([*slots, *positions, *picked]))
         where.copy_(told, non_blocking=True)  # nobody writes there until this cycle is over

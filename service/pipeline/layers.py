@@ -136,6 +136,8 @@ class DecoderLayers(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._cache = cache
         self._cos, self._sin = rotation_tables(rotary, cache.max_len, cache.dtype)
+        if cache.scratch:  # padding stands there, and is turned anyhow
+            self._cos, self._sin = (torch.cat([t, t[-1:]]) for t in (self._cos, self._sin))
 
     def forward(
         self, hidden: Tensor, batch: Batch | PaddedBatch, taps: Sequence[int] = ()

@@ -9,13 +9,13 @@ class PaddedBatch:
     """The rows of one forward in groups of one size, each of one slot: the rows of a slot, then
     padding. Where they are is known to the device alone; their keys are read up to a bound.
 
-    What is computed for padding is nobody's. It is written to the scratch slot.
+    Padding stands at the scratch position, behind all others: nobody reads what is written there,
+    and nobody looks at what is computed for it.
     """
 
     def __init__(self, slots: Tensor, positions: Tensor, width: int, context: int) -> None:
-        """`slots`, `positions` [groups * width] int64: where each row is written; padding goes to
-        the scratch slot, but no group begins with it unless all of it is. `context`: more than any
-        of the positions."""
+        """`slots`, `positions` [groups * width] int64: where each row is written. `context`: more
+        than any of the positions, but that of padding."""
         self.positions = positions
         self._slots, self._width, self._context = slots, width, context
         self._groups = slots.view(-1, width)[:, 0]
