@@ -7,6 +7,7 @@ architectures have beside it: biases, norms of queries and keys, windows, layers
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from service.pipeline.cache import Batch, SlotCache
@@ -74,7 +75,10 @@ class DecoderLayer(nn.Module):
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:
-    """RMSNorm in fewer steps than torch's own takes on CPUs; in float32, as transformers'."""
+    """RMSNorm. On GPUs it is one kernel; on CPUs fewer steps than torch's own takes, in float32 as
+    transformers'."""
+    if x.is_cuda:
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
     wide = x.float()
     scale = torch.rsqrt_(wide.square().mean(-1, keepdim=True).add_(norm.variance_epsilon))
     normed: Tensor = (wide * scale).to(x.dtype) * norm.weight
