@@ -39,8 +39,10 @@ from service.pipeline.stage import Stage
 
 SLOTS, CHUNK = 4, 64
 VOCABULARY = 512  # of the small target, from whose ids all prompts are made
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
-LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}  # 1.2 billion
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
+         "num_key_value_heads": 1}  # fmt: skip
+LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+         "num_key_value_heads": 8}  # fmt: skip # 1.2 billion weights
 WAYS = ("plain", "steps")  # without and with CUDA graphs
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -49,13 +51,14 @@ SAMPLINGS = {
 }
 
 
-def random_llama(folder: Path, sizes: dict[str, int], vocabulary: int, dtype: torch.dtype) -> Path:
+def random_llama(
+    folder: Path, sizes: dict[str, int], vocabulary: int, dtype: torch.dtype, device: str
+) -> Path:
     """A target with weights so large that the best two scores lie far apart."""
     config = LlamaConfig(
         **sizes,
         vocab_size=vocabulary,
-        num_attention_heads=sizes["hidden_size"] // 64 * 2 if sizes is SMALL else 32,
-        num_key_value_heads=2 if sizes is SMALL else 8,
+        num_attention_heads=sizes["num_key_value_heads"] * 4,
         max_position_embeddings=8192,
         bos_token_id=None,
         eos_token_id=None,
@@ -64,13 +67,14 @@ def random_llama(folder: Path, sizes: dict[str, int], vocabulary: int, dtype: to
     )
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
-    model = LlamaForCausalLM(config)
+    with torch.device(device):  # a CPU is slow at so many random numbers
+        model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
-                fan_in = 1 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else 2.25
-                weight.normal_(std=1.0 if fan_in == 1 else 1.5 / weight.shape[1] ** 0.5)
+                is_table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+                weight.normal_(std=1.0 if is_table else 1.5 / weight.shape[1] ** 0.5)
         model.model.norm.weight.mul_(0.5)
     model.save_pretrained(folder)
     return folder
@@ -280,10 +284,10 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         small = large = Path(options.model) if options.model else Path(scratch) / "small"
         if not options.model:
-            random_llama(small, SMALL, VOCABULARY, torch.float32)
+            random_llama(small, SMALL, VOCABULARY, torch.float32, "cpu")
             if on_gpu:
                 dtype = getattr(torch, options.dtype)
-                large = random_llama(Path(scratch) / "large", LARGE, 32_000, dtype)
+                large = random_llama(Path(scratch) / "large", LARGE, 32_000, dtype, "cuda")
         return {
             "about": head,
             "numbers": guarded(lambda: numbers(options, small)),
