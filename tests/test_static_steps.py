@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from service.config import parse_settings
-from service.messages import CyclePlan, CycleResult, Rows, Sampling
+from service.messages import CyclePlan, CycleResult, Proposal, Rows, Sampling
 from service.pdm.drafter import Drafter
 from service.pipeline import decode_step, linear, local_graph
 from service.pipeline.blueprint import Blueprint, make_blueprint
@@ -26,6 +26,7 @@ from service.pipeline.local_graph import LocalGraph
 from service.pipeline.padded import PaddedBatch
 from service.pipeline.spec import ActorSpec
 from service.pipeline.stage import Stage
+from service.pipeline.texts import SlotTexts
 from tests.toys import (
     blueprint,
     generate,
@@ -293,6 +294,28 @@ def test_texts_are_those_of_the_plain_pipeline(
             assert not any(report.error for report in runs[1].reports)
     plain.close()
     stepped.close()
+
+
+def test_a_grammar_beyond_the_words_of_the_draft(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are then tokens that may follow, without any being drawn."""
+    may_follow = torch.arange(97) % 2 == 1
+    monkeypatch.setattr(SlotTexts, "allowed", lambda *_: may_follow)
+    pdm = toy_pdm(tmp_path, llama, bounds=(0, 3, 6), draft_ids=range(0, 97, 2))
+    made = blueprint(llama, (3, 3), pdm=pdm)
+    runs, drafts = [], []
+    for each in (made, static(made)):
+        graph = LocalGraph(each)
+        requests = requests_of(PROMPTS, 8, SAMPLINGS)
+        runs.append(generate(graph, requests, stages=2, uses_pdm=True))
+        drafts.append([d.proposal for report in runs[-1].reports for d in report.drafts])
+        assert not any(report.error for report in runs[-1].reports)
+        graph.close()
+    assert texts_of(runs[0]) == texts_of(runs[1])
+    assert all(token % 2 for text in texts_of(runs[1]) for token in text)
+    assert drafts[0] == drafts[1]
+    assert set(drafts[1]) == {Proposal(1, "point")}
 
 
 def test_prompts_take_the_plain_forward_and_tokens_the_step(
