@@ -47,6 +47,12 @@ class PipelineSettings(_Section):
         description="With `graph: local` and `device: cuda`: GPUs of one machine, over which "
         "stages and PDM are spread in turns. With `graph: ray` each has one of its own.",
     )
+    cuda_graphs: bool = Field(
+        True,
+        description="With `device: cuda`: the forward of single tokens is recorded when the "
+        "pipeline starts and replayed in one launch. Off: every kernel is launched by itself, "
+        "which is slower, starts sooner and takes less memory.",
+    )
     stages: int = Field(2, ge=1, le=64, description="Number of pipeline stages, n.")
     layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         None,

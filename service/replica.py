@@ -152,9 +152,10 @@ class Pipeline:
             return f"{rest} (the PDM can't be used: {self._broken_pdm})"
         if self._engine.draft_error is not None:
             return f"{drafter.kind} (the PDM fails: {self._engine.draft_error})"
-        if self._untrained:
-            return f"{drafter.kind} (untrained PDM)"
-        return drafter.kind
+        notes = ["untrained PDM"] if self._untrained else []
+        if self._engine.balance.fault is not None:
+            notes.append(self._engine.balance.fault)
+        return f"{drafter.kind} ({'; '.join(notes)})" if notes else drafter.kind
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

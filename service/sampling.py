@@ -120,7 +120,10 @@ def shape(scores: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         probs, order = torch.sort(torch.softmax(scores, -1), descending=True, stable=True)
         before = probs.cumsum(-1) - probs  # [V] mass of all better tokens; the best is kept
-        scores = scores.index_fill(0, order[before >= sampling.top_p], -math.inf)
+        cut = torch.zeros_like(before, dtype=torch.bool).scatter_(
+            0, order, before >= sampling.top_p
+        )
+        scores = scores.masked_fill(cut, -math.inf)
     if sampling.min_p > 0:
         lowest = scores.max() + math.log(sampling.min_p)
         scores = scores.masked_fill(scores < lowest, -math.inf)

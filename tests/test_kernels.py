@@ -1,6 +1,7 @@
 """Products and layers as stages run them, against torch's and transformers' own."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from service.config import ConfigError, parse_settings
 from service.messages import Rows
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.cache import Batch
+from service.pipeline.decoder import _normed
 from service.pipeline.linear import (
     Int8Linear,
     PackedLinear,
@@ -135,6 +137,17 @@ def test_every_linear_of_a_module_is_replaced(weights: str | None) -> None:
 
 def test_half_precision_stays_plain() -> None:
     assert isinstance(make_linear(noise(4, 4).half()), PlainLinear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_gpus_is_that_of_cpus(dtype: torch.dtype) -> None:
+    """Up to the rounding of the last product."""
+    norm = SimpleNamespace(weight=noise(36, seed=3).to(dtype), variance_epsilon=1e-5)
+    x = (noise(5, 4, 36) * torch.logspace(-3, 3, 5)[:, None, None]).to(dtype)
+    mine = _normed(x, norm)
+    fused_one = F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    step = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(fused_one, mine, atol=step, rtol=step)
 
 
 # --- layers -------------------------------------------------------------------------------------

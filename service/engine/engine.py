@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from service.engine.balance import Balance
 from service.engine.recorder import Outcome, Recorder
 from service.engine.scheduler import QueueFullError, Scheduler
 from service.engine.sequence import Sequence, Sink
@@ -58,6 +59,7 @@ class Engine:
         self._running = True
         self.failure: str | None = None
         self.draft_error: str | None = None
+        self.balance = Balance()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="spd-engine", daemon=True)
@@ -243,6 +245,7 @@ class Engine:
 
     def _record(self, plan: CyclePlan, result: CycleResult) -> None:
         self._recorder.cycle(result)
+        self.balance.see(result)
         error = result.drafter.error if result.drafter else None
         if error != self.draft_error and (error or plan.drafts):  # success is a draft that came
             log.warning("speculation: %s", error or "works again")

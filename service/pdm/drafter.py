@@ -3,12 +3,13 @@
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from service.device_sampling import drafted, fetched
 from service.messages import (
     Copy,
     CyclePlan,
@@ -16,6 +17,7 @@ from service.messages import (
     DraftOrder,
     DraftReport,
     Proposal,
+    ProposalKind,
     Rows,
     spans,
 )
@@ -23,6 +25,8 @@ from service.pdm.checkpoint import load_pdm
 from service.pdm.features import depth_types, tapped_stages
 from service.pdm.module import CachedPDM
 from service.pipeline.cache import Batch, SlotCache
+from service.pipeline.cuda import wait_for
+from service.pipeline.decode_step import DecodeStep, StepShape
 from service.pipeline.layers import EMBEDDING, WeightReader
 from service.pipeline.spec import ActorSpec
 from service.pipeline.texts import SlotTexts
@@ -33,6 +37,7 @@ log = logging.getLogger(__name__)
 
 MOST_UNREAD = 4  # rows of one slot
 
+Drawn = tuple[Proposal, Tensor | None]  # a draft, and the q [D] that it was drawn from, if from one
 States = dict[Rows, Tensor]  # rows -> their hidden states [count, anchors so far, H]
 
 
@@ -56,7 +61,9 @@ class Drafter:
         dtype, device = spec.torch_dtype, self._device
         made_for, self.pdm = load_pdm(spec, config, checkpoint)
         slots, max_len = spec.slots, spec.max_len
-        self._cache = SlotCache(config, made_for.layers, slots, max_len, dtype, device)
+        self._cache = SlotCache(
+            config, made_for.layers, slots, max_len, dtype, device, scratch=spec.static_steps
+        )
         self._cached = CachedPDM(self.pdm, self._cache, spec.weights)
         vocabulary = len(self._embedding)
         self._texts = SlotTexts(folder, vocabulary, slots, max_len, device, self.pdm.draft_ids)
@@ -66,6 +73,11 @@ class Drafter:
         self._in_flight = self._behind = self._nothing()
         self._unread: dict[int, States] = {}  # by slot
         self._report = DraftReport(0.0)
+        self._step: DecodeStep | None = None
+        if spec.static_steps:
+            most = spec.stages + MOST_UNREAD  # rows of a slot: in flight and unread
+            shape = StepShape(slots, max_len, config.hidden_size, dtype, most)
+            self._step = DecodeStep(self._cached.decoded, shape, device)
 
     def _nothing(self) -> list[States]:
         return [{} for _ in range(self._spec.stages + 1)]
@@ -83,20 +95,23 @@ class Drafter:
         error = None
         try:
             self._texts.take(plan)
-            for order, logits in zip(plan.drafts, self._logits(plan), strict=True):
-                proposal, probs = self._draft(order, logits)
+            logits = self._logits(plan)
+            draft_all = self._draft_each if self._step is None else self._draft_at_once
+            for order, row, (proposal, probs) in zip(
+                plan.drafts, logits, draft_all(plan.drafts, logits), strict=True
+            ):
                 drafts.append(Draft(order.slot, order.position, proposal))
                 if uses_q(self._texts.sampling(order.slot)):
-                    q.append(torch.zeros_like(logits) if probs is None else probs)
+                    q.append(torch.zeros_like(row) if probs is None else probs)
             self._copy(plan.copies)
         except Exception as exception:
             log.exception("drafting failed; this cycle goes on without drafts")
             error, drafts, q = f"{type(exception).__name__}: {exception}", [], []
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        out = torch.stack(q) if q else None
+        wait_for(self._device)
         self._report = DraftReport(time.perf_counter() - began, tuple(drafts), error)
         self._behind, self._in_flight = self._in_flight, self._nothing()
-        return torch.stack(q) if q else None
+        return out
 
     @torch.inference_mode()
     def accept(self, plan: CyclePlan, stage: int, output: Tensor | None) -> None:
@@ -110,16 +125,37 @@ class Drafter:
                 known = torch.cat([known, taps], dim=1)
             self._in_flight[stage + 1][r] = known
 
-    def _draft(self, order: DraftOrder, logits: Tensor) -> tuple[Proposal, Tensor | None]:
-        """A draft from the PDM's logits [D], and its q where it was drawn from one."""
+    def _draft_each(self, orders: tuple[DraftOrder, ...], logits: Tensor) -> Iterable[Drawn]:
+        """Drafts from the PDM's logits [orders, D]."""
+        for o, row in zip(orders, logits, strict=True):
+            scores, only = self._scores(o, row)
+            sampling = self._texts.sampling(o.slot)
+            yield (only, None) if only else draft(scores, self.pdm.draft_ids, sampling, o.position)
+
+    def _draft_at_once(self, orders: tuple[DraftOrder, ...], logits: Tensor) -> Iterable[Drawn]:
+        """The same on a device, which is waited for but once."""
+        known, found, q = [], [], []
+        for o, row in zip(orders, logits, strict=True):
+            scores, only = self._scores(o, row)
+            sampling = self._texts.sampling(o.slot)
+            numbers, probs = drafted(scores, self.pdm.draft_ids, sampling, o.position)
+            known.append(only)
+            found.append(numbers)
+            q.append(probs)
+        for only, (token, from_q), probs in zip(known, fetched(found), q, strict=True):
+            kind: ProposalKind = "pdm" if from_q else "point"
+            yield only or Proposal(token, kind), probs if from_q and not only else None
+
+    def _scores(self, order: DraftOrder, logits: Tensor) -> tuple[Tensor, Proposal | None]:
+        """What a draft is drawn from [D], or, where all that may follow is beyond the draft's
+        words, one that may."""
         slot, position = order.slot, order.position
         scores = self._texts.scores(logits, slot, position)
-        # All that may follow may be beyond the draft's words.
         if scores is not logits and not bool((scores > -math.inf).any()):
             allowed = self._texts.allowed(slot, position)
             if allowed is not None:
-                return Proposal(int(allowed.nonzero()[0]), "point"), None
-        return draft(scores, self.pdm.draft_ids, self._texts.sampling(slot), position)
+                return scores, Proposal(int(allowed.nonzero()[0]), "point")
+        return scores, None
 
     def _copy(self, orders: tuple[Copy, ...]) -> None:
         """Prefixes to other slots; after the rows that have just left were computed."""
@@ -145,10 +181,15 @@ class Drafter:
         parts = self.rows(plan)
         if not parts:
             return self._left.new_empty(0, 0)
-        batch = Batch([rows for rows, _ in parts], self._device)
+        rows = [r for r, _ in parts]
         features = torch.cat([feature for _, feature in parts])  # [R, H]
-        newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(batch.rows)}
-        return self._cached(features, batch, [newest[o.slot, o.position] for o in plan.drafts])
+        newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(rows)}
+        wanted = [newest[o.slot, o.position] for o in plan.drafts]
+        if self._step is None or not self._step.covers(rows):
+            return self._cached(features, Batch(rows, self._device), wanted)
+        (logits,) = self._step.run(rows, features, range(len(features)))
+        places = self._step.places(rows)
+        return torch.stack([logits[places[k]] for k in wanted]) if wanted else logits[:0]
 
     def rows(self, plan: CyclePlan) -> list[tuple[Rows, Tensor]]:
         """The PDM's rows of this cycle, without gaps for each sequence, and their features [R, H].

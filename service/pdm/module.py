@@ -8,6 +8,7 @@ from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.decoder import DecoderLayer
 from service.pipeline.layers import DecoderLayers
 from service.pipeline.linear import replace_linears
+from service.pipeline.padded import PaddedBatch
 
 
 class Aggregation(nn.Module):
@@ -105,3 +106,8 @@ class CachedPDM:
         if not newest:  # rows of a prompt: their keys and values alone are wanted
             return features.new_empty(0, 0)
         return self.pdm.logits(hidden[newest])
+
+    def decoded(self, batch: PaddedBatch, features: Tensor) -> tuple[Tensor]:
+        """The same as a step of fixed shapes: the logits [R, D] of all rows."""
+        hidden, _ = self._layers(features, batch)
+        return (self.pdm.logits(hidden),)

@@ -122,6 +122,7 @@ def make_blueprint(settings: Settings) -> Blueprint:
         threads=pipeline.threads,
         emulation=make_emulation(settings.emulated, config, draft_ids),
         weights=settings.weights,
+        static_steps=settings.device == "cuda" and pipeline.cuda_graphs,
     )
     named = None if checkpoint is None else str(checkpoint)
     return Blueprint(spec, config, named, draft_ids, broken)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from service.messages import Copy, Rows, spans
+from service.pipeline.padded import PaddedBatch, finite
 
 
 class Batch:
@@ -50,21 +51,21 @@ class SlotCache:
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        scratch: bool = False,
     ) -> None:
+        """`scratch`: each slot has one position more, for the padding of `PaddedBatch`."""
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
-        shape = (layers, slots, config.num_key_value_heads, max_len, head_dim)
+        self.scratch, self.max_len = scratch, max_len
+        shape = (layers, slots, config.num_key_value_heads, max_len + scratch, head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def layers(self) -> int:
         return len(self._keys)
-
-    @property
-    def max_len(self) -> int:
-        return self._keys.shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,13 +82,18 @@ class SlotCache:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        batch: Batch,
+        batch: Batch | PaddedBatch,
         *,
         scaling: float,
         window: int | None = None,
     ) -> Tensor:
         """Writes the rows' keys and values [R, kv_heads, head_dim] at their places; then their
         queries [R, heads, head_dim] attend to their slots -> [R, heads * head_dim]."""
+        if self.scratch:
+            key, value = finite(key), finite(value)
+        if isinstance(batch, PaddedBatch):
+            held = self._keys[layer], self._values[layer]
+            return batch.attend(*held, query, key, value, scaling=scaling, window=window)
         outputs = []
         for r, at in spans(batch.rows):
             keys, values = self._keys[layer, r.slot], self._values[layer, r.slot]

@@ -7,10 +7,12 @@ architectures have beside it: biases, norms of queries and keys, windows, layers
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.linear import fused
+from service.pipeline.padded import PaddedBatch
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -41,7 +43,12 @@ class DecoderLayer(nn.Module):
         self._activation = mlp.act_fn
 
     def forward(
-        self, hidden: Tensor, number: int, cache: SlotCache, batch: Batch, rotation: Rotation
+        self,
+        hidden: Tensor,
+        number: int,
+        cache: SlotCache,
+        batch: Batch | PaddedBatch,
+        rotation: Rotation,
     ) -> Tensor:
         """Rows [R, H] -> [R, H], with keys and values in the cache's layer `number`."""
         qkv = self.qkv(_normed(hidden, self.before_attention))
@@ -68,7 +75,10 @@ class DecoderLayer(nn.Module):
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:
-    """RMSNorm in fewer steps than torch's own takes on CPUs; in float32, as transformers'."""
+    """RMSNorm. On GPUs it is one kernel; on CPUs fewer steps than torch's own takes, in float32 as
+    transformers'."""
+    if x.is_cuda:
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
     wide = x.float()
     scale = torch.rsqrt_(wide.square().mean(-1, keepdim=True).add_(norm.variance_epsilon))
     normed: Tensor = (wide * scale).to(x.dtype) * norm.weight

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from service.config import ConfigError
 from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.decoder import DecoderLayer, rotation_tables
+from service.pipeline.padded import PaddedBatch
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -135,9 +136,11 @@ class DecoderLayers(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._cache = cache
         self._cos, self._sin = rotation_tables(rotary, cache.max_len, cache.dtype)
+        if cache.scratch:  # padding stands there, and is turned anyhow
+            self._cos, self._sin = (torch.cat([t, t[-1:]]) for t in (self._cos, self._sin))
 
     def forward(
-        self, hidden: Tensor, batch: Batch, taps: Sequence[int] = ()
+        self, hidden: Tensor, batch: Batch | PaddedBatch, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Rows [R, H] through the layers -> (rows [R, H], the outputs of the layers whose number
         within this run, counted from 1, is in `taps`)."""

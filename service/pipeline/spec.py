@@ -32,6 +32,7 @@ class ActorSpec:
     threads: int
     emulation: Emulation | None = None
     weights: str | None = None  # "int8", else as `dtype`
+    static_steps: bool = False  # single tokens run in fixed shapes, `service.pipeline.decode_step`
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -2,15 +2,17 @@
 (embedding) and the last (norm, head, verification). A plain class: the graphs wrap it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from service.device_sampling import fetched, verified
 from service.messages import (
     CyclePlan,
     Rows,
+    Sampling,
     Score,
     Scored,
     StageReport,
@@ -20,6 +22,8 @@ from service.messages import (
 )
 from service.pdm.features import stage_anchors
 from service.pipeline.cache import Batch, SlotCache
+from service.pipeline.cuda import wait_for
+from service.pipeline.decode_step import DecodeStep, StepShape
 from service.pipeline.layers import (
     EMBEDDING,
     WeightReader,
@@ -28,10 +32,14 @@ from service.pipeline.layers import (
     read_norm,
 )
 from service.pipeline.linear import make_linear
+from service.pipeline.padded import PaddedBatch
 from service.pipeline.spec import ActorSpec
 from service.pipeline.texts import SlotTexts
 from service.sampling import DraftDistribution, logprobs, uses_q, verify
 from service.target import load_target_config
+
+# Some of a forward's rows, by their numbers or from one to another -> their logits [.., V]
+Logits = Callable[[list[int] | slice], Tensor]
 
 
 class Stage:
@@ -53,6 +61,7 @@ class Stage:
         self._inbox: tuple[tuple[Rows, ...], Tensor] | None = None
         self._q: dict[tuple[int, int], Tensor] = {}
         self._report = StageReport(0.0)
+        self._step: DecodeStep | None = None
         self._load(spec, start, end)
 
     def _load(self, spec: ActorSpec, start: int, end: int) -> None:
@@ -61,7 +70,9 @@ class Stage:
         skeleton = model_skeleton(config)
         read = WeightReader(folder)
         slots, max_len = spec.slots, spec.max_len
-        self._cache = SlotCache(config, end - start, slots, max_len, dtype, device)
+        self._cache = SlotCache(
+            config, end - start, slots, max_len, dtype, device, scratch=spec.static_steps
+        )
         self.layers = read_layers(
             skeleton, read, config, start, self._cache, dtype, device, spec.weights
         )
@@ -74,6 +85,9 @@ class Stage:
             weight = self.embedding if shared else read(head, dtype, device)  # [V, H]
             self.head = make_linear(weight, None, spec.weights)
             self._texts = SlotTexts(folder, len(weight), slots, max_len, device)
+        if spec.static_steps:
+            shape = StepShape(slots, max_len, config.hidden_size, dtype)
+            self._step = DecodeStep(self._decoded, shape, device)
 
     def held(self) -> list[Tensor]:
         """All weights in memory, a shared one once. A head that is laid out anew is another one."""
@@ -104,16 +118,43 @@ class Stage:
         verdicts: tuple[Verdict, ...] = ()
         scored: tuple[Scored, ...] = ()
         if rows:
-            hidden = self._embed(plan) if self.is_first else self._take_from_inbox(rows)
-            hidden, taps = self.layers(hidden, Batch(rows, self._device), self._taps)
+            is_covered = self._step is not None and self._step.covers(rows)
+            run = self._run_step if is_covered else self._run
+            out, logits = run(plan, rows)
             if self.is_last:
-                verdicts = self._verify(plan.verify, rows, hidden)
-                scored = self._score(plan.scores, rows, hidden)
-            out = torch.stack([hidden, *taps])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+                verdicts = self._verify(plan.verify, rows, logits)
+                scored = self._score(plan.scores, rows, logits)
+        wait_for(self._device)
         self._report = StageReport(time.perf_counter() - began, verdicts, scored)
         return out
+
+    def _run(self, plan: CyclePlan, rows: tuple[Rows, ...]) -> tuple[Tensor, Logits]:
+        """Any rows -> [1 + taps, R, H], and what makes logits of them."""
+        hidden = self._embed(plan) if self.is_first else self._take_from_inbox(rows)
+        hidden, taps = self.layers(hidden, Batch(rows, self._device), self._taps)
+        return torch.stack([hidden, *taps]), lambda chosen: self._logits(hidden[chosen])
+
+    def _run_step(self, plan: CyclePlan, rows: tuple[Rows, ...]) -> tuple[Tensor, Logits]:
+        """The same of single tokens, in one step."""
+        assert self._step is not None
+        if self.is_first:
+            table, picks = self.embedding, [t for tokens in plan.tokens for t in tokens]
+        else:
+            assert self._inbox is not None, "rows are planned that no stage has sent"
+            received, table = self._inbox
+            places = dict(spans(received))
+            picks = [places[r].start for r in rows]
+        outputs = self._step.run(rows, table, picks)
+        out = torch.stack([output[: len(rows)] for output in outputs[: 1 + len(self._taps)]])
+        everything = list(range(len(rows)))
+        logits = outputs[-1][: len(rows)]  # where this is the last stage
+        return out, lambda chosen: logits if chosen == everything else logits[chosen]
+
+    def _decoded(self, batch: PaddedBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What a step computes of rows [R, H]: as they leave the stage, taps, in the last stage
+        logits [R, V]."""
+        hidden, taps = self.layers(hidden, batch, self._taps)
+        return hidden, *taps, *([self._logits(hidden)] if self.is_last else [])
 
     @torch.inference_mode()
     def accept(self, plan: CyclePlan, upstream: Tensor | None) -> None:
@@ -158,30 +199,51 @@ class Stage:
         self._q = {at: q for at, q in self._q.items() if at in in_flight}
 
     def _verify(
-        self, orders: tuple[Verify, ...], rows: tuple[Rows, ...], hidden: Tensor
+        self, orders: tuple[Verify, ...], rows: tuple[Rows, ...], logits_of: Logits
     ) -> tuple[Verdict, ...]:
         """The target's tokens. The head runs on the rows before the ordered positions alone."""
         if not orders:
             return ()
         newest = {(r.slot, r.end): at.stop - 1 for r, at in spans(rows)}
-        logits = self._logits(hidden[[newest[o.slot, o.position] for o in orders]])
-        return tuple(self._verdict(o, row) for o, row in zip(orders, logits, strict=True))
-
-    def _verdict(self, order: Verify, logits: Tensor) -> Verdict:
-        """The target's token from its logits [V]."""
-        slot, position = order.slot, order.position
-        admission = self._texts.admission(slot)
-        scores = self._texts.scores(logits, slot, position)
-        token, accepted = verify(
-            scores, admission.sampling, position, order.proposal, self._q_of(order)
+        logits = logits_of([newest[o.slot, o.position] for o in orders])
+        tokens = self._tokens if self._step is None else self._tokens_at_once
+        return tuple(
+            self._verdict(order, row, *token)
+            for order, row, token in zip(orders, logits, tokens(orders, logits), strict=True)
         )
-        told = None
-        if admission.logprobs is not None:
-            told = logprobs(logits, token, admission.logprobs)
-        return Verdict(slot, position, token, accepted, told)
+
+    def _tokens(
+        self, orders: tuple[Verify, ...], logits: Tensor
+    ) -> Iterable[tuple[int, bool | None]]:
+        """The target's tokens from logits [orders, V], and whether the proposals are accepted."""
+        for o, row in zip(orders, logits, strict=True):
+            scores, sampling = self._scores(o, row)
+            yield verify(scores, sampling, o.position, o.proposal, self._q_of(o))
+
+    def _tokens_at_once(
+        self, orders: tuple[Verify, ...], logits: Tensor
+    ) -> Iterable[tuple[int, bool | None]]:
+        """The same on a device, which is waited for but once."""
+        found = []
+        for o, row in zip(orders, logits, strict=True):
+            scores, sampling = self._scores(o, row)
+            found.append(verified(scores, sampling, o.position, o.proposal, self._q_of(o)))
+        for order, (token, accepted) in zip(orders, fetched(found), strict=True):
+            yield token, None if order.proposal is None else bool(accepted)
+
+    def _scores(self, order: Verify, logits: Tensor) -> tuple[Tensor, Sampling]:
+        """What the token is drawn from, and how."""
+        slot = order.slot
+        return self._texts.scores(logits, slot, order.position), self._texts.sampling(slot)
+
+    def _verdict(self, order: Verify, logits: Tensor, token: int, accepted: bool | None) -> Verdict:
+        """With the log-probabilities in logits [V], where they are wanted."""
+        wanted = self._texts.admission(order.slot).logprobs
+        told = None if wanted is None else logprobs(logits, token, wanted)
+        return Verdict(order.slot, order.position, token, accepted, told)
 
     def _score(
-        self, orders: tuple[Score, ...], rows: tuple[Rows, ...], hidden: Tensor
+        self, orders: tuple[Score, ...], rows: tuple[Rows, ...], logits_of: Logits
     ) -> tuple[Scored, ...]:
         """The log-probabilities of prompt tokens."""
         places = {(r.slot, r.start): at.start for r, at in spans(rows)}
@@ -189,7 +251,7 @@ class Stage:
         for order in orders:
             first, count = places[order.slot, order.start], len(order.next_ids)
             top = self._texts.admission(order.slot).logprobs or 0
-            logits = self._logits(hidden[first : first + count])
+            logits = logits_of(slice(first, first + count))
             told = (logprobs(r, i, top) for r, i in zip(logits, order.next_ids, strict=True))
             scored.append(Scored(order.slot, tuple(told)))
         return tuple(scored)
