@@ -25,7 +25,8 @@ from clients.errors import (
     ServerError,
     TransportError,
 )
-from clients.requests import ChatOptions, CompletionOptions, Message
+from clients.pipeline import Cycle, Pipeline, Row, Verdict
+from clients.requests import ChatOptions, CompletionOptions, Message, Streaming
 from clients.retries import Retries
 
 __all__ = [
@@ -42,18 +43,23 @@ __all__ = [
     "Completion",
     "CompletionChunk",
     "CompletionOptions",
+    "Cycle",
     "IncompleteStreamError",
     "InvalidAnswerError",
     "Message",
     "ModelCard",
     "NotFoundError",
+    "Pipeline",
     "RateLimitError",
     "RequestTimeoutError",
     "RequestTooLargeError",
     "Retries",
+    "Row",
     "ServerError",
     "Stream",
+    "Streaming",
     "Tokens",
     "TransportError",
     "Usage",
+    "Verdict",
 ]

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from clients.pipeline import Pipeline
+
 
 class _Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
@@ -109,6 +111,7 @@ class _Chunk(_Answer):
     id: str
     model: str
     usage: Usage | None = None
+    pipeline: Pipeline | None = None
 
 
 class ChatChunk(_Chunk):

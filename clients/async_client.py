@@ -128,6 +128,10 @@ class AsyncClient:
             self._model = first_model(await self.models())
         return self._model
 
+    def use_model(self, name: str) -> None:
+        """Requests name this one from now on."""
+        self._model = name
+
     async def models(self) -> list[ModelCard]:
         return (await self._whole(Call("/v1/models"), ModelList)).data
 

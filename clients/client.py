@@ -127,6 +127,10 @@ class Client:
             self._model = first_model(self.models())
         return self._model
 
+    def use_model(self, name: str) -> None:
+        """Requests name this one from now on."""
+        self._model = name
+
     def models(self) -> list[ModelCard]:
         return self._whole(Call("/v1/models"), ModelList).data
 
