@@ -16,6 +16,7 @@ from tests.fake_pipeline import FakePipeline, text
 from tests.serving import serve
 
 EXAMPLES = Path("clients/examples").absolute()
+WAIT_S = 200  # for a busy machine
 PARIS = "The capital of France is Paris."
 
 
@@ -25,7 +26,7 @@ def run(*command: str, url: str, **environment: str) -> subprocess.CompletedProc
         env={**os.environ, "PYTHONPATH": str(Path.cwd()), "SPD_BASE_URL": url, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
 
 
