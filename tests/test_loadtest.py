@@ -300,6 +300,16 @@ def test_no_server(tmp_path: Path, command: Callable[..., None]) -> None:
         command("--url", url, "--out", str(tmp_path))
 
 
+@pytest.mark.full
+def test_it_starts_a_server(
+    tmp_path: Path,
+    command: Callable[..., None],
+    default_model: Path,  # noqa: ARG001 (made before the clock starts)
+) -> None:
+    command("--out", str(tmp_path))
+    assert "| as served | 4 | 0 | 0 | 0 |" in (tmp_path / "README.md").read_text()
+
+
 def test_load_of_no_loop() -> None:
     with pytest.raises(ValueError, match="loop"):
         Load(loop="other", requests=1)

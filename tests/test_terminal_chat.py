@@ -76,6 +76,12 @@ def test_what_had_no_answer_is_not_kept(session: Session, pipeline: FakePipeline
     assert (session.turns, session.tallies) == ([], [])
 
 
+def test_an_empty_answer_is_one(session: Session, pipeline: FakePipeline) -> None:
+    pipeline.play(text(""))
+    assert say(session, "one") == ""
+    assert session.turns[-1] == {"role": "assistant", "content": ""}
+
+
 def test_tally() -> None:
     tally = Tally(begun_s=10.0, first_s=10.25, last_s=12.25, usage=usage(5, 3, 1))
     assert tally.line() == (
@@ -168,6 +174,18 @@ def test_lines_without_a_server() -> None:
     with Client(f"http://127.0.0.1:{free_port()}", retries=Retries(most=0)) as client:
         assert plain.chat(Session(client, {}), io.StringIO("one\n"), out, errors) == 1
     assert "Is the server running?" in errors.getvalue()
+
+
+def test_nobody_reads_the_answer(url: str, pipeline: FakePipeline) -> None:
+    pipeline.play(text("a"))
+    command = [*SPD_CHAT, "--url", url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        process.stdout.close()
+        process.stdin.write("one\n")
+        process.stdin.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_a_bad_url() -> None:

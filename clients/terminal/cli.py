@@ -1,6 +1,7 @@
 """The command `spd-chat`."""
 
 import argparse
+import os
 import sys
 
 from clients.client import Client
@@ -28,7 +29,8 @@ def main() -> None:
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:
-            sys.stderr.close()
+            # Else Python complains when it flushes its output at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
 
 

@@ -22,7 +22,7 @@ def chat(session: Session) -> int:
     """Until the user ends it; the exit code."""
     console = Console(highlight=False)
     prompt: PromptSession[str] = PromptSession(multiline=True, key_bindings=_keys())
-    console.print(_greeting(session), style="dim")
+    console.print(Text(harmless(_greeting(session)), style="dim"))
     while True:
         try:
             said = prompt.prompt("> ", bottom_toolbar=lambda: _status(session))
@@ -40,12 +40,13 @@ def _take(session: Session, said: str, console: Console) -> None:
     if said.startswith("/"):
         console.print(Text(harmless(commands.run(session, said)), style="cyan"))
         return
+    answers = len(session.tallies)
     try:
         with closing(session.answer(said)) as pieces:
             show(pieces, session, console)
     except KeyboardInterrupt:
         console.print(Text("stopped", style="yellow"))
-    if session.tallies:
+    if len(session.tallies) > answers:
         console.print(Text(session.tallies[-1].line(), style="dim"))
 
 

@@ -30,6 +30,7 @@ class Session:
         nothing has, neither is what was said. Raises ClientError."""
         self.turns.append({"role": "user", "content": said})
         pieces: list[str] = []
+        is_whole = False
         tally = Tally()
         self.tallies.append(tally)
         try:
@@ -41,8 +42,9 @@ class Session:
                     if chunk.text:
                         pieces.append(chunk.text)
                         yield chunk.text
+            is_whole = True
         finally:
-            if pieces:
+            if pieces or is_whole:
                 self.turns.append({"role": "assistant", "content": "".join(pieces)})
             else:
                 self.turns.pop()
