@@ -311,6 +311,20 @@ def test_in_a_terminal(terminal: Terminal, url: str, pipeline: FakePipeline) -> 
     terminal.wait_for("exit code 0")
 
 
+def test_a_long_answer(terminal: Terminal, url: str, pipeline: FakePipeline) -> None:
+    """Longer than the screen: all of it stays, once, and nothing of what was drawn on the way."""
+    paragraphs = [f"Paragraph {number}.\n\n" for number in range(20)]
+    code = ["```py\n", *(f"line_{number} = 0\n" for number in range(50)), "```\n\n"]
+    pipeline.play(text(*paragraphs, *code, "The end."))
+    terminal.start(*SPD_CHAT, "--url", url)
+    terminal.wait_for("no answers yet")
+    terminal.type("go", "Enter")
+    lines = [line.strip() for line in terminal.wait_for("turn 2 |").splitlines() if line.strip()]
+    shown = lines[lines.index("> go") + 1 : lines.index("The end.") + 1]
+    expected = [*(p.strip() for p in paragraphs), *(c.strip() for c in code[1:-1]), "The end."]
+    assert shown == expected
+
+
 def test_ctrl_c_stops_the_answer(terminal: Terminal, url: str, pipeline: FakePipeline) -> None:
     pipeline.play([Delta(0, "begun"), Hang()])
     terminal.start(*SPD_CHAT, "--url", url)

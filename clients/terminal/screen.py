@@ -1,5 +1,6 @@
 """The chat on a terminal, by prompt_toolkit and rich."""
 
+import time
 from collections.abc import Iterable
 from contextlib import closing
 
@@ -15,7 +16,7 @@ from clients.terminal import commands
 from clients.terminal.markdown import Tail, harmless, settled
 from clients.terminal.session import Session
 
-REFRESHES_PER_S = 12
+PAUSE_S = 0.08  # between two drawings
 
 
 def chat(session: Session) -> int:
@@ -47,28 +48,32 @@ def _take(session: Session, said: str, console: Console) -> None:
     except KeyboardInterrupt:
         console.print(Text("stopped", style="yellow"))
     if len(session.tallies) > answers:
-        console.print(Text(session.tallies[-1].line(), style="dim"))
+        console.print(_line(session))
 
 
 def show(pieces: Iterable[str], session: Session, console: Console) -> None:
     """Draws the answer while it comes. Finished parts are printed, and stay when it is stopped."""
-    text, printed = "", 0
-    with Live(
-        console=console, refresh_per_second=REFRESHES_PER_S, transient=True, auto_refresh=True
-    ) as live:
-        live.update(Text("…", style="dim"))
+    text, printed, drawn_s = "", 0, 0.0
+    # No thread draws beside this one: what two of them print can get mixed up.
+    with Live(Text("…", style="dim"), console=console, transient=True, auto_refresh=False) as live:
         try:
             for piece in pieces:
                 text += harmless(piece)
                 if (end := settled(text)) > printed:
-                    live.console.print(Markdown(text[printed:end]))
+                    live.console.print(Markdown(text[printed:end]), "")
                     printed = end
-                status = Text(session.tallies[-1].line(), style="dim")
-                live.update(Group(Tail(text[printed:]), status))
+                live.update(Group(Tail(text[printed:]), _line(session)))
+                if (now := time.monotonic()) - drawn_s >= PAUSE_S:
+                    live.refresh()
+                    drawn_s = now
         finally:
-            live.update(Text(""))
+            live.update(Text(""), refresh=True)
             if text[printed:].strip():
                 live.console.print(Markdown(text[printed:]))
+
+
+def _line(session: Session) -> Text:
+    return Text(session.tallies[-1].line(), style="dim")
 
 
 def _keys() -> KeyBindings:
