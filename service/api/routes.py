@@ -52,7 +52,7 @@ def create_api(
     app = FastAPI(title="spd-serve", description="Speculative Pipeline Decoding, served.")
     install_guards(app, settings, keys, echo_request_id=echo_request_id)
     install_handlers(app)
-    served = Served(model, max_len, tokenizer, grammars)
+    served = Served(model, max_len, tokenizer, grammars, settings.speculation_switch)
     door = door or Door()
     generating = Generating(pipeline, door, timeout_s)
     app.include_router(generation_routes(generating, served, keep_alive_s=settings.keep_alive_s))
