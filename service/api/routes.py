@@ -20,6 +20,7 @@ from service.api.errors import documented, install_handlers
 from service.api.generation import Generating, generation_routes
 from service.api.guard import install_guards
 from service.api.keys import ApiKeys
+from service.api.page import install_page
 from service.api.requests import Served
 from service.api.text_routes import text_routes
 from service.config import ApiSettings
@@ -59,6 +60,7 @@ def create_api(
     app.include_router(_models(served))
     app.include_router(text_routes(served))
     app.include_router(_operations(pipeline, door, metrics_text))
+    install_page(app)
     return app
 
 
