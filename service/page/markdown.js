@@ -67,22 +67,24 @@ function quote(lines, at, depth) {
 }
 
 function list(lines, at, depth) {
-  const [, indent, first] = ITEM.exec(lines[at]);
-  const isOrdered = /\d/.test(first);
+  const [, indent, marker] = ITEM.exec(lines[at]);
+  const isOrdered = /\d/.test(marker);
   const node = h(isOrdered ? "ol" : "ul");
-  if (isOrdered && parseInt(first, 10) !== 1) node.start = parseInt(first, 10);
+  if (isOrdered && parseInt(marker, 10) !== 1) node.start = parseInt(marker, 10);
   const goesOn = (line) => {
     const item = ITEM.exec(line);
     return item && item[1].length <= indent.length + 1 && /\d/.test(item[2]) === isOrdered;
   };
   while (at < lines.length && goesOn(lines[at])) {
-    const inner = [ITEM.exec(lines[at])[3]];
+    const first = ITEM.exec(lines[at])[3];
+    const width = lines[at].length - first.length; // what stands below the item's text is inside
+    const inner = [first];
     for (at += 1; at < lines.length; at += 1) {
       const isInside = /^\s{2,}\S/.test(lines[at]) && !goesOn(lines[at]);
       const isGap = !lines[at].trim() && at + 1 < lines.length
         && (/^\s{2,}\S/.test(lines[at + 1]) || goesOn(lines[at + 1]));
       if (!isInside && !isGap) break;
-      inner.push(lines[at].slice(Math.min(indent.length + 2, lines[at].search(/\S|$/))));
+      inner.push(lines[at].slice(Math.min(width, lines[at].search(/\S|$/))));
     }
     node.append(item(inner, depth));
   }
