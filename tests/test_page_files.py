@@ -54,10 +54,10 @@ def test_no_other_files(http: httpx.Client, path: str) -> None:
     assert response.json()["error"]["code"] == "not_found"
 
 
-def test_the_page_opens_nothing_else(http: httpx.Client) -> None:
+def test_the_page_opens_nothing_else(http: httpx.Client, url: str) -> None:
     """Only reading it needs no key."""
     for method, path in [("POST", "/"), ("POST", "/page/main.js"), ("GET", "/page"), ("GET", "//")]:
-        assert http.request(method, path).status_code == 401
+        assert http.request(method, f"{url}{path}").status_code == 401
     assert http.post("/", headers=BEARER, content=b"x" * (LIMIT + 1)).status_code == 413
     assert http.post("/", headers=BEARER).status_code == 405
 
