@@ -187,8 +187,10 @@ def test_settings_are_sent_and_kept(site: Site) -> None:
     site.page.get_by_role("button", name="Reset").click()
     site.page.get_by_role("button", name="Done").click()
     site.ask()
-    assert site.pipeline.requests[-1].sampling.temperature == 0
-    assert not site.pipeline.requests[-1].sampling.seeded
+    site.ask()
+    before, last = (request.sampling for request in site.pipeline.requests[-2:])
+    assert (last.temperature, last.top_p, last.seeded) == (0.6, 1, True)
+    assert before.key != last.key, "another seed for each message"
 
 
 # --- the pipeline -----------------------------------------------------------------------------
@@ -271,8 +273,12 @@ def test_the_comparison_is_measured(site: Site, first: bool) -> None:
     assert ratio == pytest.approx(float(rates[0]) / float(rates[1]), abs=0.02)
     assert [request.speculates for request in site.pipeline.requests] == [first, not first]
     assert site.pipeline.requests[1].max_tokens == 18
-    assert len({request.prompt_ids for request in site.pipeline.requests}) == 1
+    assert len({(r.prompt_ids, r.sampling) for r in site.pipeline.requests}) == 1
     expect(site.page.locator(".message")).to_have_count(2)  # the second run is no answer
+    site.pipeline.holds = True
+    site.send("And now?")
+    expect(site.page.locator(".ratio")).to_have_count(0)
+    expect(button).to_be_disabled()
 
 
 def test_a_comparison_that_is_not_allowed(browser: Browser) -> None:

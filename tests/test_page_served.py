@@ -30,7 +30,7 @@ def test_a_chat_with_the_default_model(tmp_path: Path) -> None:
         outcomes = page.locator("#lanes-body .said")
         assert outcomes.count() > 5
         assert page.locator("#lanes-body .accepted.cell").count() > 0
-        page.get_by_role("button", name="Measure without speculation").click()
+        page.get_by_role("button", name="Measure without it").click()
         expect(page.locator(".ratio")).to_be_visible(timeout=ANSWER_MS)
         expect(page.locator("#comparison")).to_contain_text("The texts are the same.")
         assert site.complaints == []

@@ -3,6 +3,7 @@
 import { byId, h, unseen } from "./dom.js";
 
 const MOST_CYCLES = 400; // that stay in the table
+const MOST_WIDE = 3; // stages whose cells have room for a proposal's source
 const STATES = {
   prompt: ["▤", "prompt", "known tokens that are read"],
   certain: ["■", "certain", "the target's own token"],
@@ -38,7 +39,11 @@ export class Lanes {
     const follows = this.scroll.scrollHeight - this.scroll.scrollTop - this.scroll.clientHeight < 40;
     for (const cycle of cycles) this.cycle(cycle);
     while (this.body.rows.length > MOST_CYCLES) this.body.rows[0].remove();
-    if (follows) this.scroll.scrollTop = this.scroll.scrollHeight;
+    if (follows) this.toEnd();
+  }
+
+  toEnd() {
+    this.scroll.scrollTop = this.scroll.scrollHeight;
   }
 
   open(stages) {
@@ -47,6 +52,7 @@ export class Lanes {
       ...["Cycle", ...names, "Verdict"].map((name) => h("th", { scope: "col" }, name)),
     );
     byId("lanes").hidden = false;
+    byId("lanes").classList.toggle("many", stages > MOST_WIDE);
     byId("lanes-empty").hidden = true;
   }
 
@@ -67,16 +73,16 @@ export class Lanes {
   }
 
   row(row) {
-    if (!row) return cell("td", "bubble", "");
+    if (!row) return h("td", {}, cell("div", "bubble", ""));
     if (row.source === "prompt") {
-      return cell("td", "prompt", row.count === 1 ? "1 token" : `${row.count} tokens`);
+      return h("td", {}, cell("div", "prompt", row.count === 1 ? "1 token" : `${row.count} tokens`));
     }
     const isProposal = row.source !== "target";
     const known = this.cells.get(row.position) ?? { state: isProposal ? "proposed" : "certain", cells: [] };
-    const made = cell("td", known.state, visible(row.text), isProposal ? row.source : null);
+    const made = cell("div", known.state, visible(row.text), isProposal ? row.source : null);
     known.cells.push(made);
     this.cells.set(row.position, known);
-    return made;
+    return h("td", {}, made);
   }
 
   /** What has become of a position: all cells of it are shown so, and those to come. */
@@ -89,16 +95,21 @@ export class Lanes {
 }
 
 function cell(name, state, text, source = null) {
-  const content = [h("span", { className: "glyph", "aria-hidden": "true" }), h("span", { className: "token" }, text), unseen("")];
-  if (source) content.push(h("span", { className: "source" }, source));
-  return paint(h(name, {}, ...content), state);
+  const element = h(
+    name, {},
+    h("span", { className: "glyph", "aria-hidden": "true" }),
+    h("span", { className: "token" }, text),
+    unseen(""),
+    source && h("span", { className: "source" }, source),
+  );
+  return paint(element, state);
 }
 
 function paint(element, state) {
   const [glyph, name] = STATES[state];
   element.className = `cell ${state}`;
   element.querySelector(".glyph").textContent = glyph;
-  if (element.tagName === "TD") element.querySelector(".hidden").textContent = ` ${name}`;
+  if (element.tagName === "DIV") element.querySelector(".hidden").textContent = ` ${name}`;
   return element;
 }
 

@@ -5,7 +5,7 @@ import { showHistory, toggleHistory } from "./history.js";
 import { Lanes } from "./lanes.js";
 import { Incoming, addMessage, clearError, showError, showMessages } from "./messages.js";
 import { comparisonText, showFigures } from "./panel.js";
-import { chatRequest, counterpart, isFixed } from "./request.js";
+import { chatRequest, counterpart } from "./request.js";
 import { run } from "./run.js";
 import { installSettings } from "./settings.js";
 import { Status } from "./status.js";
@@ -17,6 +17,8 @@ const EXAMPLES = [
   "List the planets of the solar system, one a line.",
 ];
 const ENOUGH_TOKENS = 8; // for a rate that says something
+
+const HOW_TO_COMPARE = byId("comparison").textContent;
 
 const store = new Store();
 const lanes = new Lanes();
@@ -40,6 +42,7 @@ async function answer() {
   const conversation = current;
   const incoming = new Incoming();
   clearError();
+  forget();
   await busy(async (signal) => {
     if (!status.model) await status.look();
     const request = chatRequest(status.model ?? "", conversation.messages, store.settings);
@@ -95,6 +98,12 @@ async function busy(work, onError) {
   }
 }
 
+/** What was measured of the answer before says nothing of the next one. */
+function forget() {
+  measured = null;
+  byId("comparison").textContent = HOW_TO_COMPARE;
+}
+
 function watch(figures, pipeline) {
   if (figures === null) lanes.clear();
   if (pipeline) lanes.take(pipeline);
@@ -116,7 +125,7 @@ async function compare() {
     const [drafted, plain] = isPlain ? [other, figures] : [figures, other];
     if (drafted.drafter === "off") say("Nothing is drafted on this server: there is nothing to compare.");
     else if (!drafted.rate || !plain.rate) say("The answers are too short to compare.");
-    else say(...comparisonText(drafted, plain, isFixed(request)));
+    else say(...comparisonText(drafted, plain));
   }, (error) => say(error.name === "AbortError" ? "Stopped." : error.message));
 }
 
@@ -130,7 +139,7 @@ function keep(conversation = current) {
 function open(conversation) {
   running?.abort();
   current = conversation;
-  measured = null;
+  forget();
   clearError();
   showMessages(current.messages);
   watch(null);
@@ -155,7 +164,7 @@ function show() {
   const canCompare = !running && measured !== null && measured.figures.tokens >= ENOUGH_TOKENS;
   byId("compare").disabled = !canCompare;
   const isPlain = measured?.request.speculation === false;
-  byId("compare").textContent = isPlain ? "Measure with speculation" : "Measure without speculation";
+  byId("compare").textContent = isPlain ? "Measure with it" : "Measure without it";
 }
 
 function submit() {
@@ -182,6 +191,7 @@ function view(name) {
   document.body.dataset.view = name;
   byId("view-chat").setAttribute("aria-pressed", String(name === "chat"));
   byId("view-pipeline").setAttribute("aria-pressed", String(name === "pipeline"));
+  if (name === "pipeline") lanes.toEnd();
 }
 
 byId("composer").addEventListener("submit", (event) => {

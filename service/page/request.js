@@ -1,6 +1,9 @@
 // From a conversation and settings to the body of a request.
 
-/** The body of POST v1/chat/completions. */
+/**
+ * The body of POST v1/chat/completions. Without a seed of the user's it gets one by chance, so that
+ * the same request has the same text again: with and without speculation.
+ */
 export function chatRequest(model, messages, settings) {
   const system = settings.system.trim();
   const request = {
@@ -15,6 +18,7 @@ export function chatRequest(model, messages, settings) {
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     if (settings[name] !== "") request[name] = Number(settings[name]);
   }
+  request.seed ??= Math.floor(Math.random() * 2 ** 31);
   if (!settings.speculation) request.speculation = false;
   return request;
 }
@@ -25,9 +29,4 @@ export function counterpart(request, tokens) {
   const other = { ...rest, max_tokens: tokens };
   if (speculation !== false) other.speculation = false;
   return other;
-}
-
-/** Whether the same request always has the same text. */
-export function isFixed(request) {
-  return request.temperature === 0 || request.seed !== undefined;
 }

@@ -5,7 +5,7 @@ const SETTINGS = "spd.settings";
 const MOST_CHATS = 100;
 
 export const DEFAULTS = Object.freeze({
-  system: "", temperature: "0", top_p: "", max_tokens: "", seed: "", speculation: true,
+  system: "", temperature: "0.6", top_p: "", max_tokens: "", seed: "", speculation: true,
 });
 
 /** The conversations, the latest first: `{id, title, messages: [{role, content}]}`. */
