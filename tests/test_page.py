@@ -90,6 +90,7 @@ def test_shift_enter_breaks_the_line(site: Site) -> None:
     site.page.keyboard.press("Enter")
     expect(site.page.locator(".user .body")).to_have_text("a\nb")
     assert field.input_value() == ""
+    site.settled()
 
 
 def test_nothing_is_not_sent(site: Site) -> None:
@@ -456,6 +457,33 @@ def check_text(site: Site) -> None:
     assert site.page.locator("#messages").locator(outside).count() == 0
     assert site.page.locator("#history").locator(outside).count() == 0
     assert site.page.evaluate("window.hit") is None
+
+
+STREAM = (
+    ": hello\r\n\r\ndata: é😀\n\ndata:a\r\ndata: b\r\n\r\ndata: x\r\rid: 7\n\ndata: never ended\n"
+)
+
+
+def test_events_split_anywhere(site: Site) -> None:
+    """Ends of lines, characters and events may fall between two reads."""
+    found = site.page.evaluate(
+        """async text => {
+            const { eventData } = await import("/page/sse.js");
+            const bytes = new TextEncoder().encode(text);
+            const results = [];
+            for (let at = 0; at <= bytes.length; at += 1) {
+                const body = new ReadableStream({ start(controller) {
+                    controller.enqueue(bytes.slice(0, at));
+                    controller.enqueue(bytes.slice(at));
+                    controller.close();
+                } });
+                results.push(await Array.fromAsync(eventData(body)));
+            }
+            return results;
+        }""",
+        STREAM,
+    )
+    assert found == [["é😀", "a\nb", "x"]] * (len(STREAM.encode()) + 1)
 
 
 def rendered(site: Site, text: str) -> str:

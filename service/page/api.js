@@ -14,9 +14,24 @@ export class ApiError extends Error {
   }
 }
 
+/** The key of this tab; where storage is switched off, of this page. */
 export const apiKey = {
-  get: () => sessionStorage.getItem(KEY),
-  set: (key) => sessionStorage.setItem(KEY, key),
+  value: null,
+  get() {
+    try {
+      return sessionStorage.getItem(KEY) ?? this.value;
+    } catch {
+      return this.value;
+    }
+  },
+  set(key) {
+    this.value = key;
+    try {
+      sessionStorage.setItem(KEY, key);
+    } catch {
+      // then it is kept until the page is loaded again
+    }
+  },
 };
 
 /** Whether requests are taken, and what drafts: `{ready, detail, speculation}`. */
