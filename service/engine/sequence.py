@@ -3,10 +3,21 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from service.engine.lookup import FIRST_UP_TO, Proposer
-from service.messages import Event, GenerateRequest, Logprobs, Proposal, RequestStats, Rows
+from service.messages import (
+    Event,
+    GenerateRequest,
+    Logprobs,
+    Proposal,
+    ProposedBy,
+    RequestStats,
+    Rows,
+)
+
+if TYPE_CHECKING:
+    from service.engine.watch import Watch
 
 Sink = Callable[[Event], None]
 
@@ -28,17 +39,20 @@ class Sequence:
     sink: Sink
     text: Text
     proposer: Proposer | None
+    uses_pdm: bool
     slot: int
     limit: int  # no token is generated at this position or beyond
     rows: list[Rows | None]  # at each stage, in the cycle that was planned last
     tokens: list[int]
     end_ids: frozenset[int]  # tokens that end the answer
+    watch: "Watch | None" = None  # where its client asked for it
     reused: int = 0  # known tokens whose keys and values were there already
     left: int = 0  # positions whose rows have left the last stage: they can be reused
     prompt_scores: list[Logprobs] = field(default_factory=list)
     ahead: deque[Proposal] = field(default_factory=deque)
     entered: int = 0
     draft: Proposal | None = None  # the PDM's, for the position `entered`
+    proposed_by: ProposedBy = "pdm"  # the newest of `ahead`
     cycles: int = 0
     decoded: int = 0
     drafted: int = 0
@@ -67,6 +81,12 @@ class Sequence:
     def end(self) -> int:
         """The position after the last token that is certain or proposed."""
         return len(self.tokens) + len(self.ahead)
+
+    @property
+    def drafter(self) -> str:
+        """What proposes for it, by the names of the settings."""
+        used = {"lookup": self.proposer is not None, "pdm": self.uses_pdm}
+        return "+".join(name for name, is_used in used.items() if is_used) or "off"
 
     @property
     def proposer_overrides(self) -> bool:
