@@ -44,7 +44,7 @@ def test_cycles(url: str) -> None:
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     verdicts = [cycle.verdict for cycle in found if cycle.verdict]
     assert len(verdicts) == tokens
-    assert "".join(verdict.text for verdict in verdicts) == "Hello, there."
+    assert "".join(verdict.text for verdict in verdicts[:-1]) == "Hello, there."  # and then the end
     assert {"accepted", "rejected"} <= {verdict.outcome for verdict in verdicts}
     assert found[0].rows[0].source == "prompt"
 
