@@ -19,11 +19,12 @@ from service.config import ConfigError
 HERE = Path(__file__).parent
 SHORT = HERE / "scenarios" / "short.yaml"
 DEPLOYMENT = HERE / "deployment.yaml"
+BUILD = ROOT / "build" / "loadtest"
 
 
 def main() -> None:
     options = _parsed()
-    out: Path = options.out or ROOT / "build" / "loadtest" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    out: Path = options.out or BUILD / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     try:
         measured = _measured(options, out)
     except (ScenarioError, ConfigError, ClientError) as error:
@@ -36,7 +37,7 @@ def _measured(options: argparse.Namespace, out: Path) -> list[Measured]:
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with ExitStack() as stack:
-        url, served = _server(options, out, stack)
+        url, served = _server(options, stack)
         facts = {**about(), "commit": _commit(), "server": served, **_of_server(url)}
         measured = []
         for file, scenario, prompts in scenarios:
@@ -49,16 +50,20 @@ def _measured(options: argparse.Namespace, out: Path) -> list[Measured]:
     return measured
 
 
-def _server(options: argparse.Namespace, out: Path, stack: ExitStack) -> tuple[str, str]:
-    """The URL of the server to load, and what it is."""
+def _server(options: argparse.Namespace, stack: ExitStack) -> tuple[str, str]:
+    """The URL of the server to load, and what it is. Raises ScenarioError if it does not start."""
     if options.url:
         return options.url, options.url
     # Starts it on a free port, and ends all that it has started.
     from tests.serving import serve
 
     _say(f"starting {options.deployment}")
-    text = options.deployment.read_text()
-    served = stack.enter_context(serve(out / "server.log", text=text))
+    BUILD.mkdir(parents=True, exist_ok=True)
+    try:
+        text = options.deployment.read_text()
+        served = stack.enter_context(serve(BUILD / "server.log", text=text))
+    except (AssertionError, OSError) as error:
+        raise ScenarioError(f"{options.deployment} can't be served: {error}") from None
     return served.url, f"{options.deployment.name} of this commit, on this machine"
 
 

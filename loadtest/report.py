@@ -2,10 +2,12 @@
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from loadtest.figures import PERCENTS, Figures, Spread, figures
 from loadtest.sample import Sample
@@ -23,6 +25,13 @@ th, td { padding: .2em .7em; border-bottom: 1px solid #ccc; text-align: right }
 th:first-child, td:first-child { text-align: left }
 pre { background: #f4f4f4; padding: 1em }
 """
+
+
+SHOWN: dict[str, Callable[[Sample], Sequence[float | None]]] = {
+    "first token": lambda sample: [sample.first_token_s],
+    "between pieces of text": lambda sample: sample.gaps_s,
+    "whole answer": lambda sample: [sample.whole_s],
+}
 
 
 @dataclass(frozen=True)
@@ -109,27 +118,33 @@ def draw(measured: Measured, file: Path) -> None:
     """The share of requests that were served within a time, for each latency and variant."""
     figure = blank_figure(file, (12, 3.6))
     places = figure.subplots(1, 3, sharey=True)
-    for name in measured.scenario.variants:
-        samples = [s for s in measured.samples if s.variant == name]
-        values: dict[str, list[float | None]] = {
-            "first token": [s.first_token_s for s in samples],
-            "between pieces of text": [*(gap for s in samples for gap in s.gaps_s)],
-            "whole answer": [s.whole_s for s in samples],
-        }
-        for axes, (title, seconds) in zip(places, values.items(), strict=True):
-            _share_within(axes, title, name, [s * 1000 for s in seconds if s is not None])
+    by_variant = {
+        name: [s for s in measured.samples if s.variant == name]
+        for name in measured.scenario.variants
+    }
+    for axes, (title, seconds) in zip(places, SHOWN.items(), strict=True):
+        ms = {name: _ms(map(seconds, samples)) for name, samples in by_variant.items()}
+        _share_within(axes, title, ms)
     places[0].set_ylabel("share")
-    places[0].legend(fontsize="small")
     figure.suptitle(measured.scenario.name)
     figure.savefig(file, dpi=110)
 
 
-def _share_within(axes: "Axes", title: str, variant: str, ms: list[float]) -> None:
+def _ms(seconds: Iterable[Sequence[float | None]]) -> list[float]:
+    return [1000 * s for some in seconds for s in some if s is not None]
+
+
+def _share_within(axes: "Axes", title: str, by_variant: Mapping[str, list[float]]) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("ms")
     axes.grid(alpha=0.3)
-    if ms:
-        axes.ecdf(ms, label=f"{variant} ({len(ms)})")
+    shown = {name: ms for name, ms in by_variant.items() if ms}
+    for name, ms in shown.items():
+        axes.ecdf(ms, label=f"{name} ({len(ms)})")
+    if shown:
+        axes.legend(fontsize="small")
+        # A few late ones would press the rest against the axis.
+        axes.set_xlim(0, 1.2 * max(float(np.percentile(ms, 99)) for ms in shown.values()))
 
 
 def _cells(spread: Spread) -> list[str]:
