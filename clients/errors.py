@@ -108,11 +108,11 @@ def transport_errors(base_url: str) -> Iterator[None]:
     """Turns the HTTP library's exceptions into ours."""
     try:
         yield
-    except httpx2.TimeoutException as error:
-        raise RequestTimeoutError(f"{base_url} does not answer: {_why(error)}") from error
-    except httpx2.ConnectError as error:
+    except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         message = f"{base_url} can't be reached ({_why(error)}). Is the server running?"
         raise TransportError(message) from error
+    except httpx2.TimeoutException as error:
+        raise RequestTimeoutError(f"{base_url} does not answer: {_why(error)}") from error
     except httpx2.RequestError as error:
         raise TransportError(f"The connection to {base_url} broke: {_why(error)}") from error
 
@@ -147,13 +147,11 @@ def _seconds(retry_after: str | None) -> float | None:
     """Of a Retry-After header, which may be a number or a date; None where it is neither."""
     if retry_after is None:
         return None
-    try:
-        return max(0.0, float(int(retry_after)))
-    except ValueError:
-        pass
+    if retry_after.isdecimal():
+        return float(retry_after)
     try:
         date = parsedate_to_datetime(retry_after)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     date = date if date.tzinfo else date.replace(tzinfo=UTC)
     return max(0.0, (date - datetime.now(UTC)).total_seconds())

@@ -320,6 +320,7 @@ def failed(status: int, **headers: str) -> httpx2.Response:
         lambda: failed(500),
         lambda: failed(503),
         lambda: httpx2.ConnectError("refused"),
+        lambda: httpx2.ConnectTimeout("slow"),
         lambda: httpx2.RemoteProtocolError("gone"),
     ],
 )
@@ -365,7 +366,13 @@ def test_a_pause_that_is_too_long(asked: Asked, pauses: list[float]) -> None:
     assert (caught.value.retry_after_s, pauses) == (3600, [])
 
 
-@pytest.mark.parametrize("value", ["soon", "", "1e3", "-5"])
+def test_a_pause_without_end(asked: Asked, pauses: list[float]) -> None:
+    with pytest.raises(RateLimitError):
+        ask(asked, Script(failed(429, **{"Retry-After": "9" * 5000})))
+    assert pauses == []
+
+
+@pytest.mark.parametrize("value", ["soon", "", "1e3", "-5", "Mon, 99 Foo 99999 99:99:99 GMT"])
 def test_a_retry_after_of_nonsense(asked: Asked, pauses: list[float], value: str) -> None:
     script = Script(failed(503, **{"Retry-After": value}), httpx2.Response(200, content=WHOLE))
     assert ask(asked, script) == "a"
