@@ -46,7 +46,7 @@ def decoded(*chunks: bytes) -> list[Event]:
     return [event for chunk in chunks for event in decoder.feed(chunk)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(STREAMS)
 def test_every_split_gives_the_same_events(stream: bytes) -> None:
     expected = oracle(stream)
@@ -56,7 +56,7 @@ def test_every_split_gives_the_same_events(stream: bytes) -> None:
     assert decoded(*(stream[at : at + 1] for at in range(len(stream)))) == expected
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.data())
 def test_any_bytes(stream: bytes, data: st.DataObject) -> None:
     at = data.draw(st.lists(st.integers(0, len(stream)), max_size=5).map(sorted))

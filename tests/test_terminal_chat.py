@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -226,6 +226,7 @@ def test_settled(grown: str, done: str) -> None:
     assert grown[: settled(grown)] == done
 
 
+@settings(deadline=None)
 @given(st.text("ab \n`-", max_size=40), st.text("ab \n`-", max_size=10))
 def test_settled_stays(text: str, more: str) -> None:
     assert settled(text) <= settled(text + more) <= len(text + more)
