@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXAMPLES := clients/examples/node_modules
 CONFIG ?= deployments/spd.yaml
 
 # Ray reads these when it starts. Workers at nice 15, its default, starve beside any other program.
@@ -12,7 +13,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-full bench chaos check format clean
+.PHONY: help setup serve test test-full bench load load-results chaos check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,14 +33,27 @@ setup: $(STAMP) ## Make the virtual environment and the default model
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (CONFIG=deployments/spd.yaml)
 	@$(BIN)/python -m service.launch $(CONFIG)
 
-test: setup ## Run the tests, as CI does (under 15 minutes)
+# What the Node example needs; without npm its test is skipped.
+$(EXAMPLES): clients/examples/package.json
+	@if command -v npm > /dev/null; then \
+	  npm --prefix clients/examples install --no-package-lock --no-audit --no-fund --silent \
+	    && touch $@ || echo "The Node example is not tested: npm install failed"; fi
+
+test: setup $(EXAMPLES) ## Run the tests, as CI does (under 15 minutes)
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: setup ## Run all tests, the whole matrices on the real model too
+test-full: setup $(EXAMPLES) ## Run all tests, the whole matrices on the real model too
 	$(BIN)/python -m pytest
 
 bench: setup ## Measure one chat, beside transformers and llama.cpp (BENCH="--rounds 1")
 	$(BIN)/python -m benchmarks.chat $(BENCH)
+
+load: setup ## Load a server for a few seconds, and report (LOAD="--url http://127.0.0.1:8000")
+	$(BIN)/python -m loadtest $(LOAD)
+
+load-results: setup ## The published load test, under 8 minutes; wants a quiet machine
+	$(BIN)/python -m loadtest $(addprefix loadtest/scenarios/,one-chat.yaml four-chats.yaml overload.yaml) \
+	  --out loadtest/results/$$(date -u +%Y-%m-%d)
 
 chaos: setup ## Faults under load, and what becomes of the streams (about 15 minutes)
 	$(BIN)/python -m tests.chaos

@@ -3,11 +3,10 @@
 import os
 import platform
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
-import torch
-import transformers
 
 
 def processor() -> str:
@@ -22,8 +21,8 @@ def about() -> dict[str, str]:
     """The machine and the versions, for the head of a report."""
     return {
         "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
+        "versions": f"Python {platform.python_version()}, torch {version('torch')}, "
+        f"transformers {version('transformers')}",
     }
 
 

@@ -142,6 +142,11 @@ class ApiSettings(_Section):
     max_body_bytes: int = Field(
         8 * 2**20, ge=1024, description="Size of a request's body. A larger one is refused."
     )
+    speculation_switch: bool = Field(
+        True,
+        description="Whether a request may turn drafting off for itself (`speculation: false`): to "
+        "compare, since its text is the same.",
+    )
     keep_alive_s: float = Field(
         10.0,
         gt=0,

@@ -135,6 +135,7 @@ async def announce(pipelines: HandlePipelines, settings: Settings, keys: ApiKeys
     url = await asyncio.to_thread(_proxy_url)
     log.info(
         "Ready: %s in %d stages, speculation %s.\n"
+        "  page:    %s/\n"
         "  chat:    POST %s/v1/chat/completions\n"
         '           {"model": "%s", "messages": [{"role": "user", "content": "Hello"}]}\n'
         "  also:    /v1/completions /v1/models /health /ready /metrics /docs\n"
@@ -142,6 +143,7 @@ async def announce(pipelines: HandlePipelines, settings: Settings, keys: ApiKeys
         settings.name,
         settings.pipeline.stages,
         status.speculation,
+        url,
         url,
         settings.name,
         f"{len(keys.digests)}, one of which each request must have" if keys else "none are needed",

@@ -10,6 +10,8 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length"]
 ProposalKind = Literal["pdm", "point"]
+ProposedBy = Literal["lookup", "pdm"]
+Outcome = Literal["accepted", "rejected", "undrafted"]
 
 # --- ingress <-> pipeline: one request and its stream -----------------------------------------
 
@@ -78,6 +80,8 @@ class GenerateRequest:
     logprobs: int | None = None  # with each token its log-probability and so many alternatives
     prompt_logprobs: bool = False  # those of the prompt too, ahead of the first token
     generated_ids: tuple[int, ...] = ()
+    speculates: bool = True  # else nothing is drafted for it; its text is the same
+    shows_pipeline: bool = False  # its deltas tell what the pipeline does for it
 
     @property
     def known_ids(self) -> tuple[int, ...]:
@@ -123,6 +127,48 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True)
+class RowView:
+    """What a stage worked on for a request: `count` known tokens from `position` (`source` is then
+    "prompt"), or the one token there. `source` tells where that came from when it entered stage 0:
+    the target's verdict, or one of the proposers."""
+
+    position: int
+    count: int
+    token: int | None  # None for known tokens
+    source: Literal["prompt", "target"] | ProposedBy
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictView:
+    """The target's token at `position`, and whether it is the one that was proposed there."""
+
+    position: int
+    token: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class CycleView:
+    """One cycle as one request sees it: its rows at each stage, stage 0 first (None: a bubble),
+    the verdict, and the positions in flight that it made void, or that nobody needs behind it."""
+
+    cycle: int
+    seconds: float
+    rows: tuple[RowView | None, ...]
+    verdict: VerdictView | None = None
+    void: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineView:
+    """The cycles of a request since its last token, oldest first, at least one. `drafter`: what
+    proposes for it, e.g. `lookup+pdm` or `off`."""
+
+    drafter: str
+    cycles: tuple[CycleView, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """One generated token, and the text that it lets out (empty while text is held back for an
     incomplete character or a possible stop string). The last one has a reason and statistics."""
@@ -132,6 +178,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     logprobs: Logprobs | None = None
+    pipeline: PipelineView | None = None  # for requests that asked for it
 
 
 FailureKind = Literal["lost", "refused", "overloaded", "expired"]

@@ -57,10 +57,11 @@ def post(http: httpx.Client, body: Any, path: str | None = None) -> httpx.Respon
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """Runs the application in a thread; its URL."""
+def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
+    """Runs the application in a thread, on a free port if none is given; its URL."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # listens: a client waits, not fails
+    # It listens at once: a client waits, and does not fail.
+    with socket.create_server(("127.0.0.1", port)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

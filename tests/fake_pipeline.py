@@ -3,19 +3,24 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from service.api.client import PipelineStatus
 from service.messages import (
+    CycleView,
     Delta,
     Event,
     FinishReason,
     GenerateRequest,
     Grammar,
     Logprobs,
+    PipelineView,
     PromptScored,
     RequestStats,
+    RowView,
+    VerdictView,
 )
 
 STATS = RequestStats(
@@ -57,6 +62,10 @@ def obliging(request: GenerateRequest) -> list[Step]:
     logprobs = Logprobs(-1.0, ((65, -0.5),) * (request.logprobs or 0))
     scored = PromptScored((logprobs,) * (len(request.prompt_ids) - 1))
     last = Delta(66, "B", "stop", STATS, logprobs=None if request.logprobs is None else logprobs)
+    if request.shows_pipeline:
+        verdict = VerdictView(len(request.prompt_ids), 66, "undrafted")
+        rows = (RowView(0, len(request.prompt_ids), None, "prompt"),)
+        last = replace(last, pipeline=PipelineView("off", (CycleView(1, 0.5, rows, verdict),)))
     return [scored, last] if request.prompt_logprobs else [last]
 
 

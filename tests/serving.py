@@ -24,7 +24,7 @@ class Served:
     """A running deployment."""
 
     url: str
-    process: subprocess.Popen
+    process: subprocess.Popen[bytes]
     log: Path
 
     def stop(self, most: float = 60) -> int:
@@ -36,7 +36,8 @@ class Served:
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+        port: int = sock.getsockname()[1]
+        return port
 
 
 def processes_of(port: int) -> list[str]:

@@ -345,6 +345,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     (
+        {"stream": True, "stream_options": {"include_pipeline": "yes"}},
+        "stream_options.include_pipeline",
+    ),
+    ({"speculation": "off"}, "speculation"),
+    ({"speculation": 0}, "speculation"),
+    (
         {"stream": True, "stream_options": {"continuous_usage_stats": 1}},
         "stream_options.continuous_usage_stats",
     ),
@@ -662,6 +668,7 @@ PLAUSIBLE = {
     "seed": st.integers(0, 9),
     "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
     "return_token_ids": st.booleans(),
+    "speculation": st.booleans(),
     "prompt": st.sampled_from(["a", ["a", "b"], [65, 66], [[65], [66, 67]]]),
     "echo": st.booleans(),
     "logprobs": st.booleans() | st.integers(0, 2),
@@ -679,7 +686,7 @@ def test_answers_are_what_they_are_said_to_be(
 ) -> None:
     pipeline.play(obliging)
     if fields.get("stream"):
-        fields["stream_options"] = {"include_usage": True}
+        fields["stream_options"] = {"include_usage": True, "include_pipeline": True}
     response = post(http, CHAT | TEXT | fields, path)
     assert response.status_code in (200, 400)
     if response.status_code == 400:

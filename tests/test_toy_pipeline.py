@@ -314,6 +314,21 @@ def test_a_seed_means_the_same_text(llama: Case, shape: dict[str, Any]) -> None:
     piped.graph.close()
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seeded=True, key=3)], ids=str)
+def test_a_request_without_speculation_has_the_same_text(llama: Case, sampling: Sampling) -> None:
+    """Each in turn does without, beside others that speculate."""
+    bench = Bench(llama.folder, (1, 2, 3))
+    how = {"stages": 3, "proposer": lookup_proposer(1), "uses_pdm": True}
+    requests = requests_of(PROMPTS, COUNT, sampling)
+    truth = texts_of(generate(bench.graph, requests, **how))
+    for place in range(len(PROMPTS)):
+        some = [replace(r, speculates=i != place) for i, r in enumerate(requests)]
+        made = generate(bench.graph, some, **how)
+        assert texts_of(made) == truth
+        assert all((made.stats[r.request_id].drafted > 0) == r.speculates for r in some)
+    bench.graph.close()
+
+
 PENALTIES = {
     "presence_penalty": 0.6,
     "frequency_penalty": 0.3,

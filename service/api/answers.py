@@ -1,11 +1,11 @@
 """The bodies of OpenAI's responses, whole and in chunks. Fields that need not be there are those
-that vLLM adds for `return_token_ids`."""
+that vLLM adds for `return_token_ids`, and our own `pipeline`."""
 
 from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from service.messages import FinishReason
+from service.messages import FinishReason, Outcome
 
 # --- what both endpoints have -----------------------------------------------------------------
 
@@ -37,8 +37,38 @@ class _Whole(_Answer):
     usage: Usage
 
 
+class PipelineRow(TypedDict):
+    position: int
+    count: int
+    token: int | None
+    text: str
+    source: Literal["prompt", "target", "lookup", "pdm"]
+
+
+class PipelineVerdict(TypedDict):
+    position: int
+    token: int
+    text: str
+    outcome: Outcome
+
+
+class PipelineCycle(TypedDict):
+    cycle: int
+    milliseconds: float
+    rows: list[PipelineRow | None]
+    verdict: PipelineVerdict | None
+    void: list[int]
+
+
+class PipelineEvents(TypedDict):
+    stages: int
+    drafter: str
+    cycles: list[PipelineCycle]
+
+
 class _Chunk(_Answer):
     usage: NotRequired[Usage | None]
+    pipeline: NotRequired[PipelineEvents]
 
 
 # --- chat -------------------------------------------------------------------------------------

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from service.api.logprobs import Token
-from service.messages import Delta, FinishReason, GenerateRequest, PromptScored, RequestStats
+from service.messages import (
+    CycleView,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    PipelineView,
+    PromptScored,
+    RequestStats,
+)
 from service.text.tools import ToolCall, ToolParser
 
 Reason = FinishReason | Literal["tool_calls"]
@@ -32,6 +40,7 @@ class Piece:
     scored: tuple[Token, ...] = ()  # those of an echoed prompt too
     is_first: bool = False
     reason: Reason | None = None
+    pipeline: PipelineView | None = None  # what it has done since the last piece
 
 
 @dataclass(slots=True)
@@ -52,6 +61,8 @@ class Choice:
     _calls: int = 0
     _token_ids: list[int] = field(default_factory=list)
     _scored: list[Token] = field(default_factory=list)
+    _cycles: list[CycleView] = field(default_factory=list)
+    _drafter: str = ""
 
     def take(self, event: PromptScored | Delta) -> Iterator[Piece]:
         if not self._has_begun:
@@ -62,6 +73,9 @@ class Choice:
                 yield self._piece(self.opening)
         if isinstance(event, Delta):
             self.stats = event.stats
+            if event.pipeline is not None:
+                self._drafter = event.pipeline.drafter
+                self._cycles += event.pipeline.cycles
             if not self.mute:
                 yield from self._take_token(event)
             elif event.finish_reason is not None:
@@ -109,11 +123,18 @@ class Choice:
         self, text: str = "", *, calls: tuple[Call, ...] = (), reason: Reason | None = None
     ) -> Piece:
         piece = Piece(
-            text, calls, tuple(self._token_ids), tuple(self._scored), self._is_first, reason
+            text,
+            calls,
+            tuple(self._token_ids),
+            tuple(self._scored),
+            self._is_first,
+            reason,
+            PipelineView(self._drafter, tuple(self._cycles)) if self._cycles else None,
         )
         self._is_first = False
         self._token_ids.clear()
         self._scored.clear()
+        self._cycles.clear()
         return piece
 
 

@@ -91,7 +91,9 @@ def _answers(whole: type, chunk: str) -> dict[str, Any]:
         "a chat's choice has the role, the last of a choice its finish_reason), with "
         "`stream_options.include_usage` one more with `usage` and no choices, then `data: [DONE]`. "
         "After an error in mid-stream, an error object takes the place of all chunks that were to "
-        "come. Lines that begin with a colon say that the connection lives.",
+        "come. With `stream_options.include_pipeline`, chunks have `pipeline`, the cycles of their "
+        "choice since the chunk before. Lines that begin with a colon say that the connection "
+        "lives.",
         "content": {"text/event-stream": {"schema": {"type": "string"}, "example": chunk}},
     }
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.access import OPERATIONS, Access, route_path
 from service.api.errors import CLIENT_CLOSED_REQUEST, ApiError, internal_error
 from service.api.keys import ApiKeys
+from service.api.page import is_page
 from service.config import ApiSettings
 
 DRAIN_S = 1.0
@@ -46,7 +47,7 @@ class RequireKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in OPERATIONS:
+        if scope["type"] != "http" or _is_open(scope):
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("Authorization", "").partition(" ")
@@ -112,6 +113,11 @@ class Unforeseen:
             if scope["type"] == "http" and not started:
                 await JSONResponse(internal_error().body(), 500)(scope, receive, send)
             raise
+
+
+def _is_open(scope: Scope) -> bool:
+    path = route_path(scope)
+    return path in OPERATIONS or is_page(scope["method"], path)
 
 
 async def _refuse(

@@ -68,6 +68,11 @@ class ChatMessage(Strict):
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_pipeline: bool | None = Field(
+        None,
+        description="Chunks tell, in a field `pipeline`, what the stages did since the one before: "
+        "see docs/pipeline-events.md.",
+    )
 
 
 class GenerationBody(BaseModel):
@@ -96,6 +101,9 @@ class GenerationBody(BaseModel):
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
+    speculation: bool | None = Field(
+        None, description="`false`: nothing is drafted for this request. Its text is the same."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

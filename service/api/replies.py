@@ -19,6 +19,7 @@ from service.api.answers import (
 )
 from service.api.choices import Call, Choice, Piece
 from service.api.logprobs import TokenNames, chat_logprobs, text_logprobs
+from service.api.views import pipeline_events
 
 
 class Reply(ABC):
@@ -45,8 +46,13 @@ class Reply(ABC):
         }
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        body = self._chunk(choice, piece)
-        return {**self._around(self.chunk_object, [body]), **self._beside(choice, piece)}
+        chunk = {
+            **self._around(self.chunk_object, [self._chunk(choice, piece)]),
+            **self._beside(choice, piece),
+        }
+        if piece.pipeline is not None:
+            chunk["pipeline"] = pipeline_events(piece.pipeline, self._names)
+        return chunk
 
     def last_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """What all of it took."""

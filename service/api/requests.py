@@ -60,6 +60,7 @@ class Served:
     max_len: int
     tokenizer: ChatTokenizer
     grammars: AnswerGrammars
+    speculation_switch: bool = True  # whether a request may do without drafts
     names: TokenNames = field(init=False)
     tool_format: ToolFormat = field(init=False)
 
@@ -77,6 +78,14 @@ class Served:
                 code="model_not_found",
             )
 
+    def _check_speculation(self, body: Body) -> None:
+        if body.speculation is False and not self.speculation_switch:
+            raise ApiError(
+                400,
+                "speculation: This server does not let requests turn it off.",
+                param="speculation",
+            )
+
     def choices(self, body: Body, request_id: str) -> list[Choice]:
         """The choices of the answer, those of one prompt together.
 
@@ -84,6 +93,7 @@ class Served:
         """
         self.check_model(body.model)
         _refuse_unsupported(body.model_extra or {})
+        self._check_speculation(body)
         _check_together(body)
         tooling = Tooling(self.tool_format)
         if isinstance(body, ChatBody):
@@ -145,6 +155,8 @@ class Served:
             grammar=grammar,
             logprobs=logprobs,
             prompt_logprobs=_echoes(body) and logprobs is not None,
+            speculates=body.speculation is not False,
+            shows_pipeline=_shows_pipeline(body),
         )
 
     def _sampling(self, body: Body) -> Sampling:
@@ -180,6 +192,10 @@ class Served:
 
 def _echoes(body: Body) -> bool:
     return isinstance(body, CompletionBody) and body.echo is True
+
+
+def _shows_pipeline(body: Body) -> bool:
+    return body.stream_options is not None and body.stream_options.include_pipeline is True
 
 
 def _logprobs(body: Body) -> int | None:

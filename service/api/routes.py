@@ -20,6 +20,7 @@ from service.api.errors import documented, install_handlers
 from service.api.generation import Generating, generation_routes
 from service.api.guard import install_guards
 from service.api.keys import ApiKeys
+from service.api.page import install_page
 from service.api.requests import Served
 from service.api.text_routes import text_routes
 from service.config import ApiSettings
@@ -52,13 +53,14 @@ def create_api(
     app = FastAPI(title="spd-serve", description="Speculative Pipeline Decoding, served.")
     install_guards(app, settings, keys, echo_request_id=echo_request_id)
     install_handlers(app)
-    served = Served(model, max_len, tokenizer, grammars)
+    served = Served(model, max_len, tokenizer, grammars, settings.speculation_switch)
     door = door or Door()
     generating = Generating(pipeline, door, timeout_s)
     app.include_router(generation_routes(generating, served, keep_alive_s=settings.keep_alive_s))
     app.include_router(_models(served))
     app.include_router(text_routes(served))
     app.include_router(_operations(pipeline, door, metrics_text))
+    install_page(app)
     return app
 
 

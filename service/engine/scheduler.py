@@ -6,10 +6,12 @@ and `apply(result)`.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from service.engine.lookup import Proposer
 from service.engine.sequence import Sequence, Sink, Text
 from service.engine.slots import Place, Slots, reusable
+from service.engine.watch import Watch
 from service.messages import (
     Admission,
     Copy,
@@ -19,6 +21,7 @@ from service.messages import (
     DraftOrder,
     FinishReason,
     GenerateRequest,
+    PipelineView,
     PromptScored,
     Proposal,
     Rows,
@@ -155,6 +158,8 @@ class Scheduler:
             sequence.rows = [self._enter(sequence), *sequence.rows[:-1]]
             if sequence.entered > sequence.known_length:
                 sequence.cycles += 1
+            if sequence.watch is not None:
+                sequence.watch.planned(self._cycle, sequence)
         stages = tuple(
             tuple(r for s in sequences if (r := s.rows[k]) is not None) for k in range(self._stages)
         )
@@ -203,11 +208,14 @@ class Scheduler:
         stop, text = request.stop, self._new_text(request)
         for token in request.generated_ids:  # has gone out; what it holds back is there again
             text.push(token)
+        new_proposer = self._new_proposer if request.speculates else None
         return Sequence(
             request=request,
             sink=sink,
             text=text,
-            proposer=None if self._new_proposer is None else self._new_proposer(),
+            proposer=None if new_proposer is None else new_proposer(),
+            uses_pdm=self._uses_pdm and request.speculates,
+            watch=Watch(self._stages) if request.shows_pipeline else None,
             slot=place.slot,
             limit=min(len(request.prompt_ids) + request.max_tokens, self._max_len),
             rows=[None] * self._stages,
@@ -249,7 +257,9 @@ class Scheduler:
         if draft is None or s.proposer_overrides:
             token = s.propose()
             if token is not None:
+                s.proposed_by = "lookup"
                 return Proposal(token, "point")
+        s.proposed_by = "pdm"
         return draft
 
     def _tokens(self, s: Sequence) -> tuple[int, ...]:
@@ -278,7 +288,7 @@ class Scheduler:
         """A draft is wanted behind a generated token that enters, if it could enter itself, and if
         the proposer has nothing for its place: its word is kept."""
         rows = s.rows[0]
-        if not self._uses_pdm or rows is None or rows.start < s.known_length:
+        if not s.uses_pdm or rows is None or rows.start < s.known_length:
             return None
         if s.entered >= s.limit - 1 or (s.proposer_overrides and s.propose() is not None):
             return None
@@ -293,6 +303,8 @@ class Scheduler:
         for sequence in by_slot.values():
             if (rows := sequence.rows[-1]) is not None:
                 sequence.left = rows.end
+            if sequence.watch is not None:
+                sequence.watch.ran(result.seconds)
         last = result.stages[-1]
         for scored in last.scored:
             by_slot[scored.slot].prompt_scores += scored.logprobs
@@ -310,17 +322,27 @@ class Scheduler:
 
     def _take(self, s: Sequence, verdict: Verdict) -> Delta:
         """One more certain token. If it is not the proposed one, all behind it is void."""
-        assert verdict.position == len(s.tokens)
+        position, entered = verdict.position, s.entered
+        assert position == len(s.tokens)
         s.tokens.append(verdict.token)
-        s.decoded += verdict.position > s.known_length
-        if s.ahead:
+        s.decoded += position > s.known_length
+        accepted = s.ahead.popleft().token == verdict.token if s.ahead else None
+        if accepted is not None:
             s.drafted += 1
-            if s.ahead.popleft().token == verdict.token:
-                s.accepted += 1
-            else:
-                s.flush()
-                s.entered = verdict.position
-        return self._delta(s, verdict)
+            s.accepted += accepted
+        if accepted is False:
+            s.flush()
+            s.entered = position
+        delta = self._delta(s, verdict)
+        if s.watch is None:
+            return delta
+        first_void = entered  # none
+        if accepted is False:
+            first_void = position
+        elif delta.finish_reason is not None:
+            first_void = position + 1
+        cycles = s.watch.decided(verdict, accepted, range(first_void, entered))
+        return replace(delta, pipeline=PipelineView(s.drafter, cycles))
 
     def _delta(self, s: Sequence, verdict: Verdict) -> Delta:
         token = verdict.token

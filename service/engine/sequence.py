@@ -3,10 +3,21 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from service.engine.lookup import FIRST_UP_TO, Proposer
-from service.messages import Event, GenerateRequest, Logprobs, Proposal, RequestStats, Rows
+from service.messages import (
+    Event,
+    GenerateRequest,
+    Logprobs,
+    Proposal,
+    ProposedBy,
+    RequestStats,
+    Rows,
+)
+
+if TYPE_CHECKING:
+    from service.engine.watch import Watch
 
 Sink = Callable[[Event], None]
 
@@ -28,18 +39,21 @@ class Sequence:
     sink: Sink
     text: Text
     proposer: Proposer | None
+    uses_pdm: bool
     slot: int
     limit: int  # no token is generated at this position or beyond
     rows: list[Rows | None]  # at each stage, in the cycle that was planned last
     tokens: list[int]
     end_ids: frozenset[int]  # tokens that end the answer
+    watch: "Watch | None" = None  # where its client asked for it
     reused: int = 0  # known tokens whose keys and values were there already
     left: int = 0  # positions whose rows have left the last stage: they can be reused
     prompt_scores: list[Logprobs] = field(default_factory=list)
     ahead: deque[Proposal] = field(default_factory=deque)
     entered: int = 0
     draft: Proposal | None = None  # the PDM's, for the position `entered`
-    proposed: tuple[int, int | None] | None = None  # the proposer's last word, and its position
+    proposer_said: tuple[int, int | None] | None = None  # at which position, and which token
+    proposed_by: ProposedBy = "pdm"  # the newest of `ahead`
     cycles: int = 0
     decoded: int = 0
     drafted: int = 0
@@ -70,6 +84,12 @@ class Sequence:
         return len(self.tokens) + len(self.ahead)
 
     @property
+    def drafter(self) -> str:
+        """What proposes for it, by the names of the settings."""
+        used = {"lookup": self.proposer is not None, "pdm": self.uses_pdm}
+        return "+".join(name for name, is_used in used.items() if is_used) or "off"
+
+    @property
     def proposer_overrides(self) -> bool:
         """Whether the proposer goes before a draft of the PDM."""
         sampling = self.request.sampling
@@ -79,16 +99,16 @@ class Sequence:
         """The proposer's token for the position `end`; it is asked once."""
         if self.proposer is None:
             return None
-        if self.proposed is None or self.proposed[0] != self.end:
+        if self.proposer_said is None or self.proposer_said[0] != self.end:
             text = [*self.tokens, *(p.token for p in self.ahead)]
-            self.proposed = self.end, self.proposer(text)
-        return self.proposed[1]
+            self.proposer_said = self.end, self.proposer(text)
+        return self.proposer_said[1]
 
     def flush(self) -> None:
         """Voids the rows behind the last stage and their tokens."""
         self.rows[:-1] = [None] * (len(self.rows) - 1)
         self.ahead.clear()
-        self.draft = self.proposed = None
+        self.draft = self.proposer_said = None
 
     def stats(self) -> RequestStats:
         return RequestStats(

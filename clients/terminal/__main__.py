@@ -1,0 +1,3 @@
+from clients.terminal.cli import main
+
+main()
