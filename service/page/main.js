@@ -126,6 +126,7 @@ async function compare() {
     if (drafted.drafter === "off") say("Nothing is drafted on this server: there is nothing to compare.");
     else if (!drafted.rate || !plain.rate) say("The answers are too short to compare.");
     else say(...comparisonText(drafted, plain));
+    lanes.toEnd(); // the text above has taken some of their room
   }, (error) => say(error.name === "AbortError" ? "Stopped." : error.message));
 }
 
