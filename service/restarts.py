@@ -85,6 +85,12 @@ class Restarts:
         told = [start for start in self._starts() if start.failure is not None]
         return max(told, key=lambda start: start.at).failure if told else None
 
+    def counted(self) -> tuple[int, list[str]]:
+        """How many restarts there were, and why pipelines failed that could tell."""
+        starts = self._starts()
+        reasons = [start.failure for start in starts if start.failure is not None]
+        return sum(start.is_restart for start in starts), reasons
+
     def _put(self, replica: str, start: Start) -> None:
         self._store.put(self._prefix + replica, json.dumps(asdict(start)))
         self._expires = 0.0

@@ -103,16 +103,19 @@ class Stage:
         out = None
         verdicts: tuple[Verdict, ...] = ()
         scored: tuple[Scored, ...] = ()
+        verify_seconds = 0.0
         if rows:
             hidden = self._embed(plan) if self.is_first else self._take_from_inbox(rows)
             hidden, taps = self.layers(hidden, Batch(rows, self._device), self._taps)
             if self.is_last:
+                verifying = time.perf_counter()
                 verdicts = self._verify(plan.verify, rows, hidden)
                 scored = self._score(plan.scores, rows, hidden)
+                verify_seconds = time.perf_counter() - verifying
             out = torch.stack([hidden, *taps])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._report = StageReport(time.perf_counter() - began, verdicts, scored)
+        self._report = StageReport(time.perf_counter() - began, verdicts, scored, verify_seconds)
         return out
 
     @torch.inference_mode()
