@@ -31,10 +31,10 @@ def promtool(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str
 
 @dataclass(frozen=True)
 class Prometheus:
-    url: str
+    http: httpx.Client
 
     def _get(self, path: str, **params: str) -> Any:
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=WAIT_S).json()
+        answer = self.http.get(f"/api/v1/{path}", params=params).json()
         assert answer["status"] == "success", (params, answer)
         return answer["data"]
 
@@ -82,22 +82,22 @@ def prometheus(folder: Path, config: dict[str, Any]) -> Iterator[Prometheus]:
             stdout=out,
             stderr=subprocess.STDOUT,
         )
-    running = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        _wait_until_ready(running.url, process, log)
-        yield running
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as http:
+            _wait_until_ready(http, process, log)
+            yield Prometheus(http)
     finally:
         process.terminate()
         process.wait(WAIT_S)
 
 
-def _wait_until_ready(url: str, process: subprocess.Popen, log: Path) -> None:
+def _wait_until_ready(http: httpx.Client, process: subprocess.Popen, log: Path) -> None:
     deadline = time.monotonic() + WAIT_S
     while True:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         try:
-            if httpx.get(f"{url}/-/ready").status_code == 200:
+            if http.get("/-/ready").status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -48,7 +48,7 @@ def test_merge() -> None:
     assert samples["ray_spd_prompt_tokens"] == [("a", 3.0), ("b", 3.0)]
     assert samples["ray_serve_replicas"] == [("a", 1.0), ("b", 1.0)]
     assert len(samples["ray_spd_cycle_seconds"]) == 8
-    assert samples["spd_metrics_nodes_unreachable"] == [("", 0.0)]
+    assert samples["ray_spd_metrics_nodes_unreachable"] == [("", 0.0)]
     assert b'model_name="a\\"b\\\\c"' in page
 
 
@@ -56,7 +56,7 @@ def test_merge() -> None:
 def test_merge_without_a_node(lost: str | None) -> None:
     samples = _samples(merge([NODE.format(node="a"), lost]))
     assert samples["ray_serve_replicas"] == [("a", 1.0)]
-    assert samples["spd_metrics_nodes_unreachable"] == [("", 1.0)]
+    assert samples["ray_spd_metrics_nodes_unreachable"] == [("", 1.0)]
 
 
 async def test_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ async def test_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         await runner.cleanup()
     assert samples["ray_serve_replicas"] == [("a", 1.0)]
-    assert samples["spd_metrics_nodes_unreachable"] == [("", 3.0)]
+    assert samples["ray_spd_metrics_nodes_unreachable"] == [("", 3.0)]
     assert first == second
     assert reads == 2  # the two pages were one
 
