@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from service.api.client import PipelineStatus, PipelineUnavailableError
 from service.api.door import Door
 from service.api.keys import ApiKeys
-from service.api.observed import Observed
+from service.api.observed import Observed, Observer
 from service.api.resume import PipelineLostError, Resuming
 from service.api.routes import create_api
 from service.config import ConfigError, Settings
@@ -57,7 +57,7 @@ class Ingress:
             on_loss=self._metrics.resumed,
         )
         app = create_api(
-            pipeline=Observed(resuming, [self._metrics]),
+            pipeline=Observed(resuming, self._observers()),
             tokenizer=Tokenizer.load(folder),
             grammars=load_grammars(folder),
             model=settings.name,
@@ -68,12 +68,21 @@ class Ingress:
             echo_request_id=False,  # Serve's proxy does
             door=self._door,
             timeout_s=limits.request_timeout_s,
+            is_traced=settings.tracing.endpoint is not None,
         )
         announcement = asyncio.get_event_loop().create_task(
             announce(pipelines, settings, self._keys)
         )
         app.state.announcement = announcement  # a task that nobody holds may be collected
         return app
+
+    def _observers(self) -> list[Observer]:
+        endpoint = self._settings.tracing.endpoint
+        if endpoint is None:
+            return [self._metrics]
+        from service.api.tracing import otlp_tracer  # imports OpenTelemetry
+
+        return [self._metrics, otlp_tracer(endpoint, self._settings.name)]
 
     async def drain(self) -> int:
         """Takes no more requests; returns how many texts are still being generated."""
