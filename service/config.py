@@ -191,13 +191,18 @@ def _collector(url: str) -> str:
     found = _HTTP_URL.fullmatch(url)
     if not found:
         raise ValueError("a collector's address is written as http://collector:4318/v1/traces")
-    try:
-        importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    except ModuleNotFoundError:
+    if not _is_installed("opentelemetry.exporter.otlp.proto.http"):
         raise ValueError(
             "spans need OpenTelemetry: pip install 'spd-serve[tracing]', or leave this out"
-        ) from None
+        )
     return url if (found["path"] or "").strip("/") else url.rstrip("/") + "/v1/traces"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 class TracingSettings(_Section):

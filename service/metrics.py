@@ -163,14 +163,14 @@ REQUEST_ACCEPT_LENGTH = Metric(
 RESTARTS = Metric(
     "gauge",
     "pipeline_restarts",
-    "Pipelines started in place of lost ones since this configuration was deployed: the same "
-    "number from every ingress. It only grows.",
+    "Pipelines started in place of lost ones since this configuration was deployed: every ingress "
+    "tells the same number, which only grows.",
     "ingress",
 )
 VIOLATIONS = Metric(
     "gauge",
     "integrity_violations",
-    "Of these, those lost because an idle pipeline was not as it should be.",
+    "Pipelines lost because they were not as they should be when idle; told as pipeline_restarts.",
     "ingress",
 )
 

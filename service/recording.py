@@ -189,6 +189,8 @@ class IngressMetrics:
     def __init__(self, model_name: str, stages: int) -> None:
         self._instruments = Instruments("ingress", model_name, stages)
         self._stages = stages
+        self._restarted: set[str] = set()  # replicas, by name
+        self._violated: set[str] = set()
 
     def first_token(self, seconds: float) -> None:
         self._instruments.observe(metrics.FIRST_TOKEN, seconds)
@@ -228,10 +230,17 @@ class IngressMetrics:
         def keep() -> None:
             while True:
                 with suppress(Exception):  # of Ray's store, while a head is made anew
-                    count, reasons = restarts.counted()
-                    violations = sum(reason.startswith(NOT_INTACT) for reason in reasons)
-                    self._instruments.set(metrics.RESTARTS, count)
-                    self._instruments.set(metrics.VIOLATIONS, violations)
+                    self.note_restarts(restarts)
                 time.sleep(PERIOD_S)
 
         threading.Thread(target=keep, name="spd-metrics", daemon=True).start()
+
+    def note_restarts(self, restarts: Restarts) -> None:
+        """By name: who ends as it should is forgotten by the record, and not here."""
+        for replica, start in restarts.noted().items():
+            if start.is_restart:
+                self._restarted.add(replica)
+            if (start.failure or "").startswith(NOT_INTACT):
+                self._violated.add(replica)
+        self._instruments.set(metrics.RESTARTS, len(self._restarted))
+        self._instruments.set(metrics.VIOLATIONS, len(self._violated))

@@ -227,6 +227,6 @@ def test_an_address_that_is_none(endpoint: str) -> None:
 
 
 def test_without_the_extra_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(ConfigError, match=r"tracing\.endpoint: .*spd-serve\[tracing\]"):
         parse_settings({"tracing": {"endpoint": "http://collector:4318"}})
