@@ -300,7 +300,7 @@ def test_what_is_wrong_is_found(everything, check, kind, path, value, word) -> N
     if kind == SERVE:
         served = value(find(everything, "RayService")["spec"]["serveConfigV2"])
         wrong = spoilt(everything, "RayService", SERVE, served)
-        wrong = spoilt(wrong, "ConfigMap:spd-serve-config", "data/serve.yaml", served)
+        wrong = spoilt(wrong, "ConfigMap", "data/serve.yaml", served, "spd-serve-config")
     else:
         kind, _, name = kind.partition(":")
         wrong = spoilt(everything, kind, path, value, name or None)
