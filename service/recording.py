@@ -85,7 +85,8 @@ class PipelineMetrics:
         self._instruments = Instruments("pipeline", model_name, stages)
         self._stages, self._slots = stages, slots
         self._heard: deque[Callable[[], None]] = deque()
-        self._load, self._speculates = (0, 0), speculates
+        self._load: tuple[int, int] | None = None
+        self._speculates = speculates
         self._counts: defaultdict[tuple[Metric, str], float] = defaultdict(float)
         threading.Thread(target=self._work, name="spd-metrics", daemon=True).start()
 
@@ -125,6 +126,8 @@ class PipelineMetrics:
         for (metric, value), count in self._counts.items():
             ours.add(metric, count, value)
         self._counts.clear()
+        if self._load is None:  # the graph is still being made: there is no pipeline yet
+            return
         running, waiting = self._load
         ours.set(metrics.RUNNING, running)
         ours.set(metrics.WAITING, waiting)

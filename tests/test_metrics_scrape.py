@@ -1,7 +1,7 @@
 """A real Prometheus scrapes a running deployment: two ingresses, two pipelines of emulated devices.
 
 It reads Ray's exporter on the node (job `nodes`) and GET /metrics of the API (job `page`), and both
-must tell what the clients know.
+must tell what the clients know. The deployment also sends its spans to a collector.
 """
 
 import re
@@ -19,6 +19,7 @@ from service.metrics import METRICS
 from tests.prometheus import Prometheus, expressions, needs_prometheus, prometheus, promtool
 from tests.serving import Served, serve
 from tests.test_alerts import DASHBOARD, RULES
+from tests.test_tracing import CALLER, PARENT, TRACE, Collected, collector
 
 pytestmark = needs_prometheus
 
@@ -59,6 +60,13 @@ DEPLOYMENT = {
 }
 
 
+def deployment(collector_url: str) -> str:
+    """As a serve YAML."""
+    (application,) = DEPLOYMENT["applications"]
+    args = application["args"] | {"tracing": {"endpoint": collector_url}}
+    return yaml.safe_dump({"applications": [application | {"args": args}]})
+
+
 @dataclass
 class Known:
     """What the clients of the deployment know of their requests."""
@@ -76,6 +84,7 @@ class Watched:
     served: Served
     prometheus: Prometheus
     known: Known
+    collected: Collected
 
 
 def ask(url: str, number: int) -> dict[str, int]:
@@ -133,10 +142,10 @@ def scraping(served: Served, folder: Path) -> dict:
 @contextmanager
 def watched_deployment(folder: Path) -> Iterator[Watched]:
     # Ray reports each ten seconds by default.
-    report = {"RAY_metrics_report_interval_ms": "1000"}
-    text = yaml.safe_dump(DEPLOYMENT)
+    report = {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "100"}
     with (
-        serve(folder / "log", text=text, **report) as served,
+        collector() as collected,
+        serve(folder / "log", text=deployment(collected.url), **report) as served,
         prometheus(folder, scraping(served, folder)) as watcher,
     ):
         # Counters must be seen before they count, histograms come with their first observation.
@@ -148,7 +157,7 @@ def watched_deployment(folder: Path) -> Iterator[Watched]:
             for job in JOBS:
                 count = f'sum(ray_spd_generation_tokens_total{{job="{job}"}})'
                 watcher.wait_until(f"{count} == {known.generated}")
-        yield Watched(served, watcher, known)
+        yield Watched(served, watcher, known, collected)
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +292,27 @@ def test_every_alert_is_evaluated_over_series_that_exist(watched: Watched, rule:
     assert asked
     for name in asked:
         assert watched.prometheus.query(name), name
+
+
+def test_spans_through_serve(watched: Watched) -> None:
+    """A caller's header comes through Serve's proxy, the engine's times back."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": TOKENS, "temperature": 0}
+    url = f"{watched.served.url}/v1/completions"
+    assert httpx.post(url, json=body, headers=CALLER, timeout=60).status_code == 200
+    spans = {span.name: span for span in watched.collected.wait_for(TRACE, 4)}
+    assert spans.keys() == {"llm_request", "queue", "prefill", "decode"}
+    request = spans.pop("llm_request")
+    assert request.parent_span_id == PARENT.to_bytes(8)
+    said = {a.key: a.value for a in request.attributes}
+    assert said["spd.request_id"].string_value == CALLER["X-Request-Id"]
+    assert said["gen_ai.usage.output_tokens"].int_value == TOKENS
+    least = said["spd.cycles"].int_value * 3_000_000  # ns, of the cycles behind the first token
+    decode = spans["decode"]
+    assert decode.end_time_unix_nano - decode.start_time_unix_nano > least * 0.9
+    for span in spans.values():
+        assert span.parent_span_id == request.span_id
+        assert request.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.end_time_unix_nano <= request.end_time_unix_nano
 
 
 def test_clients_that_go_and_one_that_is_turned_away(watched: Watched) -> None:

@@ -236,7 +236,11 @@ def test_seconds_are_those_of_actors_that_had_work(
 
 
 def test_levels(recorded: Recorded) -> None:
+    """None before there is an engine, whose first word is its load."""
     recorder = PipelineMetrics("m", STAGES, 7, speculates=False)
+    recorder.token(None)
+    recorded.wait_for(lambda: recorded.count(metrics.GENERATION_TOKENS) == 1)
+    assert recorded.levels == {}
     recorder.load(2, 5)
     wanted = {
         "num_requests_running": 2,
