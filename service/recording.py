@@ -112,14 +112,15 @@ class PipelineMetrics:
     def _work(self) -> None:
         flushed = 0.0
         while True:
-            while self._heard:
-                self._heard.popleft()()
-                if len(self._heard) < BACKLOG:
-                    time.sleep(PAUSE_S)
             if (now := time.monotonic()) - flushed >= PERIOD_S:
                 self._flush()
                 flushed = now
-            time.sleep(STEP_S)
+            if not self._heard:
+                time.sleep(STEP_S)
+                continue
+            self._heard.popleft()()
+            if len(self._heard) < BACKLOG:
+                time.sleep(PAUSE_S)
 
     def _flush(self) -> None:
         ours = self._instruments
