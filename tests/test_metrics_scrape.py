@@ -52,7 +52,7 @@ DEPLOYMENT = {
                 },
                 "pipeline": {"graph": "local", "stages": STAGES, "slots": 2, "replicas": 2},
                 "drafter": {"kind": "pdm"},
-                "limits": {"queue": 8},
+                "limits": {"queue": 2},
             },
             "deployments": [{"name": "Ingress", "num_replicas": 2}],
         }
@@ -256,7 +256,7 @@ def test_the_page_is_the_same_from_every_ingress(watched: Watched) -> None:
 
     first = truth()
     assert len(first) > 500
-    assert {truth() for _ in range(8)} == {first}
+    assert {truth() for _ in range(4)} == {first}
 
 
 def test_names_are_as_prometheus_wants_them(watched: Watched) -> None:
@@ -320,7 +320,7 @@ def test_clients_that_go_and_one_that_is_turned_away(watched: Watched) -> None:
     ingress; with a second one at the other ingress, or refused by the same one, a third has no
     way in."""
     url = f"{watched.served.url}/v1/completions"
-    endless = {"model": MODEL, "prompt": "x", "max_tokens": 2000, "n": 32, "stream": True}
+    endless = {"model": MODEL, "prompt": "x", "max_tokens": 2000, "n": 8, "stream": True}
     with ExitStack() as open_streams:
         statuses = []
         for _ in range(3):
