@@ -19,7 +19,7 @@ from benchmarks.machine import about
 from benchmarks.ways import Way, deployment
 from benchmarks.worker import Cycles, Ids, Task, engine
 from service.config import DEFAULT_MODEL
-from service.messages import CycleResult
+from service.messages import CyclePlan, CycleResult
 from service.presentation import aligned, blank_figure
 
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8064)
@@ -41,8 +41,8 @@ class BusyCycles(Cycles):
     def load(self, running: int, waiting: int) -> None:  # noqa: ARG002
         self._running = running
 
-    def cycle(self, result: CycleResult) -> None:
-        super().cycle(result)
+    def cycle(self, plan: CyclePlan, result: CycleResult, decoding: int) -> None:
+        super().cycle(plan, result, decoding)
         self.chats += [self._running] * (len(self.parts) - len(self.chats))
 
     def forget(self) -> None:

@@ -20,6 +20,7 @@ from service.engine.engine import Engine
 from service.engine.recorder import NullRecorder
 from service.evaluation.prompts import encode, read_data_sets
 from service.messages import (
+    CyclePlan,
     CycleResult,
     Delta,
     Event,
@@ -65,7 +66,7 @@ class Cycles(NullRecorder):
         self.answers: list[RequestStats] = []
         self.parts: list[tuple[float, float, float, float]] = []
 
-    def cycle(self, result: CycleResult) -> None:
+    def cycle(self, _plan: CyclePlan, result: CycleResult, _decoding: int) -> None:
         now = time.perf_counter()
         if self._last is not None:
             slowest = max(stage.seconds for stage in result.stages)

@@ -1,5 +1,6 @@
 """The settings of a deployment: what `args` of a serve YAML may hold. Validated once, frozen."""
 
+import importlib.util
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -15,6 +16,9 @@ from pydantic_core import ErrorDetails
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*A-Z]+")
+
+
+_HTTP_URL = re.compile(r"https?://[^\s/?#]+(?P<path>/[^\s?#]*)?")
 
 
 class ConfigError(ValueError):
@@ -193,6 +197,35 @@ class LimitSettings(_Section):
     )
 
 
+def _collector(url: str) -> str:
+    """The address of a collector's traces; without a path it is the usual one."""
+    found = _HTTP_URL.fullmatch(url)
+    if not found:
+        raise ValueError("a collector's address is written as http://collector:4318/v1/traces")
+    if not _is_installed("opentelemetry.exporter.otlp.proto.http"):
+        raise ValueError(
+            "spans need OpenTelemetry: pip install 'spd-serve[tracing]', or leave this out"
+        )
+    return url if (found["path"] or "").strip("/") else url.rstrip("/") + "/v1/traces"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+class TracingSettings(_Section):
+    """Spans of requests, for OpenTelemetry. See docs/metrics.md."""
+
+    endpoint: Annotated[str, AfterValidator(_collector)] | None = Field(
+        None,
+        description="Where spans go over OTLP/HTTP, e.g. http://collector:4318/v1/traces. Unset: "
+        "no spans are made.",
+    )
+
+
 class EmulatedSettings(_Section):
     """Devices that wait instead of computing, for load tests and planning: no weights are read,
     and the text is nonsense of the right length."""
@@ -243,6 +276,7 @@ class Settings(_Section):
     drafter: DrafterSettings = DrafterSettings()
     api: ApiSettings = ApiSettings()
     limits: LimitSettings = LimitSettings()
+    tracing: TracingSettings = TracingSettings()
 
     @model_validator(mode="after")
     def _emulated_is_meant(self) -> Self:

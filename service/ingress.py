@@ -11,16 +11,17 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.metrics import Counter
 
 from service.api.client import PipelineStatus, PipelineUnavailableError
 from service.api.door import Door
 from service.api.keys import ApiKeys
+from service.api.observed import Observed, Observer
 from service.api.resume import PipelineLostError, Resuming
 from service.api.routes import create_api
 from service.config import ConfigError, Settings
 from service.messages import Accepted, Event, GenerateRequest
 from service.metrics_page import MetricsPage
+from service.recording import IngressMetrics
 from service.restarts import ClusterStore, Restarts
 from service.target import load_target_config, resolve_target
 from service.text.grammar import Grammars, NoGrammars
@@ -39,22 +40,24 @@ class Ingress:
 
     def __init__(self, settings: Settings, keys: ApiKeys, pipelines: DeploymentHandle) -> None:
         self._settings, self._keys, self._pipelines = settings, keys, pipelines
-        self._door = Door(most_inside(settings))
+        self._metrics = IngressMetrics(settings.name, settings.pipeline.stages)
+        self._door = Door(most_inside(settings), self._metrics.rejected)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings, limits = self._settings, self._settings.limits
         app_name = serve.get_replica_context().app_name
         restarts = Restarts(app_name, settings, ClusterStore())
-        lost = Counter("spd_requests_resumed", "Times that a request lost its pipeline.")
+        self._metrics.keep_restarts(restarts)
         pipelines = HandlePipelines(self._pipelines, restarts)
         folder = resolve_target(settings.model)
+        resuming = Resuming(
+            pipelines,
+            max_losses=limits.max_restarts,
+            patience_s=limits.queue_timeout_s,
+            on_loss=self._metrics.resumed,
+        )
         app = create_api(
-            pipeline=Resuming(
-                pipelines,
-                max_losses=limits.max_restarts,
-                patience_s=limits.queue_timeout_s,
-                on_loss=lost.inc,
-            ),
+            pipeline=Observed(resuming, self._observers()),
             tokenizer=Tokenizer.load(folder),
             grammars=load_grammars(folder),
             model=settings.name,
@@ -65,12 +68,21 @@ class Ingress:
             echo_request_id=False,  # Serve's proxy does
             door=self._door,
             timeout_s=limits.request_timeout_s,
+            is_traced=settings.tracing.endpoint is not None,
         )
         announcement = asyncio.get_event_loop().create_task(
             announce(pipelines, settings, self._keys)
         )
         app.state.announcement = announcement  # a task that nobody holds may be collected
         return app
+
+    def _observers(self) -> list[Observer]:
+        endpoint = self._settings.tracing.endpoint
+        if endpoint is None:
+            return [self._metrics]
+        from service.api.tracing import otlp_tracer  # imports OpenTelemetry
+
+        return [self._metrics, otlp_tracer(endpoint, self._settings.name)]
 
     async def drain(self) -> int:
         """Takes no more requests; returns how many texts are still being generated."""

@@ -95,11 +95,22 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Where a finished request's time went, in seconds: waiting for a slot, from there to its first
+    token, from there to its last."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """What a finished request cost. Cycles count from its first generated token's entry into stage
     0; that first token is not among `decoded`. `drafted` counts verified proposals; `cached` prompt
-    tokens did not go through the pipeline, as their keys and values were there. Of a resumed one
-    all but the first two numbers are of its last run."""
+    tokens did not go through the pipeline, as their keys and values were there. The scheduler has
+    no clock: the engine adds the times. Of a resumed one all but the first two numbers are of its
+    last run."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -108,6 +119,7 @@ class RequestStats:
     drafted: int
     accepted: int
     cached: int = 0
+    times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,11 +344,13 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What a stage tells the engine of a cycle. Verdicts come from the last stage alone."""
+    """What a stage tells the engine of a cycle. Verdicts come from the last stage alone, and
+    `verify_seconds` is what they take of its `seconds`."""
 
     seconds: float
     verdicts: tuple[Verdict, ...] = ()
     scored: tuple[Scored, ...] = ()
+    verify_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

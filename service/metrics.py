@@ -1,21 +1,32 @@
-"""Every metric, once. Ray exports `spd_x` of every process on its node's metrics port, as
-`ray_spd_x` (a counter as `ray_spd_x_total`), with the deployment and the replica as labels.
+"""Every metric, once: its name, kind, meaning and labels. How they are measured is in
+`service.recording`.
 
-An observation costs about 4 us: some 4 (n + 6) us between two cycles of n stages.
+Ray exports each from every process on its node's metrics port, as `ray_spd_<name>` (a counter with
+`_total` behind it), with labels of its own that tell the process; GET /metrics joins all nodes. The
+meanings are vLLM's where its names are.
+
+Ray keeps of a histogram's observations their buckets only: counts and quantiles are right, `_sum`
+is made of the buckets' middles. Where means matter, a counter `.._spent` has the exact seconds.
 """
 
-import threading
-import time
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from ray.serve.metrics import Counter, Gauge, Histogram
+Kind = Literal["counter", "gauge", "histogram"]
+Origin = Literal["ingress", "pipeline", "page"]
+Outcome = Literal["stop", "length", "abort", "error"]
+Rejection = Literal["queue_full", "queue_timeout", "unavailable", "shutting_down"]
 
-from service.engine.recorder import Outcome
-from service.messages import CycleResult
+PREFIX = "ray_spd_"
 
 # Cycles take 5 to 10 ms on GPUs: the buckets of other servers start where these are half through.
 TOKEN_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008),
     *(0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5),
+)
+OVERHEAD_SECONDS = (
+    *(0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005),
+    *(0.0075, 0.01, 0.02, 0.05, 0.1, 0.5),
 )
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -25,142 +36,229 @@ REQUEST_SECONDS = (
     *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+ACCEPT_LENGTHS = (
+    *(0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0),
+    *(24.0, 32.0, 64.0),
+)
 
-GAUGE_PERIOD_S = 2.0  # Ray drops a gauge that has not been set for some 20 s
 
+@dataclass(frozen=True, slots=True, eq=False)  # each stands once, and is looked up often
+class Metric:
+    """One metric. All have the label `model_name`; some have a `label` beside it, with these
+    `values` and no others (none: the numbers of the stages)."""
 
-class Metrics:
-    """The metrics of one pipeline. A `service.engine.recorder.Recorder`; needs a Ray process."""
+    kind: Kind
+    name: str
+    help: str
+    origin: Origin
+    label: str | None = None
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
 
-    def __init__(self, model_name: str, stages: int, *, speculates: bool = True) -> None:
-        self._model = {"model_name": model_name}
-        self._stage_tags = [{"stage": str(stage)} for stage in range(stages)]
-        self._load = (0, 0)
-        self._speculates = speculates
-        self._make_request_metrics()
-        self._make_pipeline_metrics()
-        threading.Thread(target=self._keep_gauges, name="spd-gauges", daemon=True).start()
+    @property
+    def exported(self) -> str:
+        """Its name at the exporters and at /metrics."""
+        return f"{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
 
-    def load(self, running: int, waiting: int) -> None:
-        self._load = (running, waiting)
+    @property
+    def series(self) -> frozenset[str]:
+        """The names of its samples."""
+        if self.kind != "histogram":
+            return frozenset({self.exported})
+        return frozenset(f"{self.exported}_{part}" for part in ("bucket", "sum", "count"))
 
-    def cycle(self, result: CycleResult) -> None:
-        self._cycles.inc()
-        self._cycle_seconds.observe(result.seconds)
-        for report, tags in zip(result.stages, self._stage_tags, strict=True):
-            self._stage_seconds.observe(report.seconds, tags)
-        if result.drafter is not None:
-            self._draft_seconds.observe(result.drafter.seconds)
-        judged = [v.accepted for v in result.stages[-1].verdicts if v.accepted is not None]
-        if judged:
-            accepted = sum(judged)
-            self._drafts.inc(len(judged))
-            _add(self._accepted, accepted)
-            _add(self._flushes, len(judged) - accepted)
-
-    def request_started(self, prompt_tokens: int) -> None:
-        self._prompt_tokens.inc(prompt_tokens)
-
-    def first_token(self, seconds: float) -> None:
-        self._generation_tokens.inc()
-        self._first_token_seconds.observe(seconds)
-
-    def token(self, gap_seconds: float) -> None:
-        self._generation_tokens.inc()
-        self._token_seconds.observe(gap_seconds)
-
-    def request_finished(self, reason: Outcome, e2e_seconds: float) -> None:
-        self._finished.inc(1, {"finished_reason": reason})
-        self._request_seconds.observe(e2e_seconds)
-
-    def speculation(self, *, works: bool) -> None:
-        self._speculates = works
-
-    def restarted(self, *, was_intact: bool) -> None:
-        """This pipeline is in the place of one that failed, and could not tell any more."""
-        self._restarts.inc()
-        _add(self._violations, int(not was_intact))
-
-    def _keep_gauges(self) -> None:
-        while True:
-            running, waiting = self._load
-            self._running.set(running)
-            self._waiting.set(waiting)
-            self._stages.set(len(self._stage_tags))
-            self._speculation_works.set(self._speculates)
-            time.sleep(GAUGE_PERIOD_S)
-
-    def _make_request_metrics(self) -> None:
-        self._running = self._gauge("num_requests_running", "Requests that have a slot.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a slot.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all requests.")
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
-        self._finished = self._counter(
-            "request_success",
-            "Finished requests; finished_reason is stop, length, abort or error.",
-            "finished_reason",
-        )
-        self._first_token_seconds = self._histogram(
-            "time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            FIRST_TOKEN_SECONDS,
-        )
-        self._token_seconds = self._histogram(
-            "inter_token_latency_seconds", "From one token of a request to the next.", TOKEN_SECONDS
-        )
-        self._request_seconds = self._histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its end.", REQUEST_SECONDS
+    @property
+    def spent(self) -> "Metric":
+        """Of a histogram of seconds, the counter that has their exact sum."""
+        return Metric(
+            "counter",
+            f"{self.name}_spent",
+            f"Exact sum of {self.name}.",
+            self.origin,
+            self.label,
         )
 
-    def _make_pipeline_metrics(self) -> None:
-        self._stages = self._gauge(
-            "pipeline_stages",
-            "Stages, n. The theoretical speed-up is n x generated tokens / cycles, where one "
-            "request runs at a time.",
-        )
-        self._cycles = self._counter("pipeline_cycles", "Cycles run.")
-        self._flushes = self._counter(
-            "pipeline_flushes", "Rejected drafts; each voids what follows it in the pipeline."
-        )
-        self._speculation_works = self._gauge(
-            "speculation_works", "0 where the PDM is broken or drafting fails, else 1."
-        )
-        self._restarts = self._counter(
-            "pipeline_restarts", "Times that a pipeline was started in place of a lost one."
-        )
-        self._violations = self._counter(
-            "integrity_violations", "Times that an idle pipeline was not as it should be."
-        )
-        self._drafts = self._counter("spec_decode_num_drafts", "Verified drafts, of one token.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts.")
-        self._cycle_seconds = self._histogram(
-            "cycle_seconds", "From a plan's departure to the last report.", TOKEN_SECONDS
-        )
-        self._stage_seconds = self._histogram(
-            "stage_forward_seconds", "Work of one stage in one cycle.", TOKEN_SECONDS, "stage"
-        )
-        self._draft_seconds = self._histogram(
-            "draft_forward_seconds", "Work of the drafter in one cycle.", TOKEN_SECONDS
-        )
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        counter = Counter(f"spd_{name}", help_text, ("model_name", *labels))
-        counter.set_default_tags(dict(self._model))
-        return counter
-
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        gauge = Gauge(f"spd_{name}", help_text, ("model_name",))
-        gauge.set_default_tags(dict(self._model))
-        return gauge
-
-    def _histogram(
-        self, name: str, help_text: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        histogram = Histogram(f"spd_{name}", help_text, list(buckets), ("model_name", *labels))
-        histogram.set_default_tags(dict(self._model))
-        return histogram
+# --- requests, as their clients meet them: measured where they are held, at the ingress -----------
 
 
-def _add(counter: Counter, count: int) -> None:
-    if count:  # Ray's counters refuse 0
-        counter.inc(count)
+def _request_seconds(name: str, help_text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric("histogram", name, help_text, "ingress", buckets=buckets)
+
+
+FINISHED = Metric(
+    "counter",
+    "request_success",
+    "Finished requests: stop and length by themselves, abort because the client went or the time "
+    "that a request may take was over, error because a pipeline failed for good.",
+    "ingress",
+    "finished_reason",
+    get_args(Outcome),
+)
+REJECTIONS = Metric(
+    "counter",
+    "admission_rejections",
+    "Requests that were turned away before their first token: the queue was full, or they waited "
+    "too long in it, no pipeline was there, or the server is shutting down.",
+    "ingress",
+    "reason",
+    get_args(Rejection),
+)
+RESUMED = Metric(
+    "counter", "requests_resumed", "Times that a request lost its pipeline.", "ingress"
+)
+FIRST_TOKEN = _request_seconds(
+    "time_to_first_token_seconds",
+    "From a request's arrival, with its prompt as tokens, to its first token.",
+    FIRST_TOKEN_SECONDS,
+)
+TIME_PER_TOKEN = _request_seconds(
+    "request_time_per_output_token_seconds",
+    "Mean time of a finished request's tokens behind its first one.",
+    TOKEN_SECONDS,
+)
+REQUEST = _request_seconds(
+    "e2e_request_latency_seconds",
+    "From a request's arrival to its last token.",
+    REQUEST_SECONDS,
+)
+QUEUED = _request_seconds(
+    "request_queue_time_seconds",
+    "For how long a finished request waited for a slot. Of a resumed one, this and the next two "
+    "are of its last run.",
+    REQUEST_SECONDS,
+)
+PREFILL = _request_seconds(
+    "request_prefill_time_seconds",
+    "From a finished request's slot to its first token.",
+    FIRST_TOKEN_SECONDS,
+)
+DECODE = _request_seconds(
+    "request_decode_time_seconds",
+    "From a finished request's first token to its last.",
+    REQUEST_SECONDS,
+)
+REQUEST_PROMPT = Metric(
+    "histogram",
+    "request_prompt_tokens",
+    "Prompt tokens of finished requests.",
+    "ingress",
+    buckets=TOKENS,
+)
+REQUEST_GENERATION = Metric(
+    "histogram",
+    "request_generation_tokens",
+    "Generated tokens of finished requests.",
+    "ingress",
+    buckets=TOKENS,
+)
+REQUEST_ACCEPT_LENGTH = Metric(
+    "histogram",
+    "request_equivalent_accept_length",
+    "Theoretical speed-up of a finished request: stages x decoded tokens / its cycles.",
+    "ingress",
+    buckets=ACCEPT_LENGTHS,
+)
+RESTARTS = Metric(
+    "gauge",
+    "pipeline_restarts",
+    "Pipelines started in place of lost ones since this configuration was deployed: every ingress "
+    "tells the same number, which only grows.",
+    "ingress",
+)
+VIOLATIONS = Metric(
+    "gauge",
+    "integrity_violations",
+    "Pipelines lost because they were not as they should be when idle; told as pipeline_restarts.",
+    "ingress",
+)
+
+# --- what a pipeline does: measured by its engine -------------------------------------------------
+
+
+def _count(
+    name: str, help_text: str, label: str | None = None, values: tuple[str, ...] = ()
+) -> Metric:
+    return Metric("counter", name, help_text, "pipeline", label, values)
+
+
+def _gauge(name: str, help_text: str) -> Metric:
+    return Metric("gauge", name, help_text, "pipeline")
+
+
+def _cycle_seconds(
+    name: str,
+    help_text: str,
+    buckets: tuple[float, ...] = TOKEN_SECONDS,
+    label: str | None = None,
+) -> Metric:
+    return Metric("histogram", name, help_text, "pipeline", label, buckets=buckets)
+
+
+RUNNING = _gauge("num_requests_running", "Requests that have a slot.")
+WAITING = _gauge("num_requests_waiting", "Requests that wait for a slot.")
+SLOTS = _gauge("pipeline_slots", "Slots: so many requests run at most.")
+STAGES = _gauge("pipeline_stages", "Stages, n.")
+SPECULATION = _gauge("speculation_works", "0 where the PDM is broken or drafting fails, else 1.")
+
+PROMPT_TOKENS = _count("prompt_tokens", "Prompt tokens of the requests that were given a slot.")
+GENERATION_TOKENS = _count("generation_tokens", "Generated tokens.")
+PREFIX_QUERIES = _count(
+    "prefix_cache_queries", "Tokens of which keys and values were looked for in the slots."
+)
+PREFIX_HITS = _count("prefix_cache_hits", "Tokens of which keys and values were there.")
+DRAFTS = _count("spec_decode_num_drafts", "Verified drafts.")
+DRAFT_TOKENS = _count(
+    "spec_decode_num_draft_tokens", "Tokens of these: a draft is of one token, so as many."
+)
+ACCEPTED = _count("spec_decode_num_accepted_tokens", "Accepted drafts.")
+ACCEPTED_AT = _count(
+    "spec_decode_num_accepted_tokens_per_pos",
+    "The same by place in the draft.",
+    "position",
+    ("0",),
+)
+
+CYCLES = _count("pipeline_cycles", "Cycles run.")
+FLUSHES = _count("pipeline_flushes", "Rejected drafts; each voids what follows it in the pipeline.")
+BUBBLES = _count("pipeline_bubbles", "Times that a stage had no row in a cycle.")
+DECODE_CYCLES = _count(
+    "pipeline_decode_cycles", "Cycles behind its first token, counted for each text apart."
+)
+DECODED = _count(
+    "pipeline_decoded_tokens",
+    "Generated tokens behind the first one of each text. Stages x this / pipeline_decode_cycles "
+    "is the equivalent accept length, the theoretical speed-up.",
+)
+
+TOKEN = _cycle_seconds("inter_token_latency_seconds", "From one token of a request to the next.")
+CYCLE = _cycle_seconds("cycle_seconds", "From a plan's departure to the last report.")
+STAGE = _cycle_seconds(
+    "stage_forward_seconds", "Work of a stage in a cycle with rows.", label="stage"
+)
+DRAFT = _cycle_seconds("draft_forward_seconds", "Work of the PDM in a cycle with drafts.")
+VERIFY = _cycle_seconds(
+    "verify_seconds",
+    "Of the last stage's work in a cycle with verdicts: the head and these; on GPUs the wait for "
+    "its layers too.",
+    OVERHEAD_SECONDS,
+)
+OVERHEAD = _cycle_seconds(
+    "graph_overhead_seconds",
+    "What a cycle takes beyond the work of its slowest stage, or of the PDM if that is slower.",
+    OVERHEAD_SECONDS,
+)
+CYCLE_SPENT = CYCLE.spent
+STAGE_SPENT = STAGE.spent
+DRAFT_SPENT = DRAFT.spent
+VERIFY_SPENT = VERIFY.spent
+OVERHEAD_SPENT = OVERHEAD.spent
+
+# --- what only GET /metrics knows -----------------------------------------------------------------
+
+UNREACHABLE = Metric(
+    "gauge", "metrics_nodes_unreachable", "Nodes whose metrics are missing here.", "page"
+)
+
+METRICS: tuple[Metric, ...] = tuple(m for m in list(globals().values()) if isinstance(m, Metric))

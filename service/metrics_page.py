@@ -5,6 +5,7 @@ scrape the nodes or this page, not both.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable
 
@@ -15,7 +16,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-PREFIXES = ("ray_spd_", "ray_serve_")
+from service.metrics import PREFIX, UNREACHABLE
+
+log = logging.getLogger("ray.serve")
+
+_SCOPE = ("name", "version", "schema_url")
+PREFIXES = (PREFIX, "ray_serve_")
+# Of Ray's labels, those that are the same on all series of a node, and half of the text.
+CONSTANT = ("SessionName", "Version", *(f"otel_scope_{part}" for part in _SCOPE))
 NODE_TIMEOUT_S = 2.0
 CACHE_S = 1.0
 
@@ -34,25 +42,35 @@ class MetricsPage:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._endpoints: list[str] = []
         self._text = b""
         self._expires = 0.0
 
     async def __call__(self) -> bytes:
         async with self._lock:
             if time.monotonic() >= self._expires:
-                self._text = await scrape_nodes(await asyncio.to_thread(node_endpoints))
+                await self._look_for_nodes()
+                self._text = await scrape_nodes(self._endpoints)
                 self._expires = time.monotonic() + CACHE_S
             return self._text
+
+    async def _look_for_nodes(self) -> None:
+        """While Ray's control store can't say, the nodes are those that were there."""
+        try:
+            async with asyncio.timeout(NODE_TIMEOUT_S):
+                self._endpoints = await asyncio.to_thread(node_endpoints)
+        except Exception as error:  # Ray's own are of many kinds
+            log.warning("no list of nodes for /metrics: %r", error)
 
 
 async def scrape_nodes(endpoints: list[str]) -> bytes:
     """Our metrics of all nodes as one exposition. A node that can't be read is left out and
-    counted in `spd_metrics_nodes_unreachable`."""
+    counted in `ray_spd_metrics_nodes_unreachable`. Without any, all are."""
     timeout = aiohttp.ClientTimeout(total=NODE_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         answers = await asyncio.gather(*(_read(session, endpoint) for endpoint in endpoints))
     # In a thread: parsing takes tens of milliseconds, and tokens stream through this loop.
-    return await asyncio.to_thread(merge, answers)
+    return await asyncio.to_thread(merge, answers or [None])
 
 
 async def _read(session: aiohttp.ClientSession, endpoint: str) -> str | None:
@@ -80,9 +98,7 @@ def merge(expositions: Iterable[str | None]) -> bytes:
             known = families.setdefault((family.name, family.type), family)
             if known is not family:
                 known.samples.extend(family.samples)
-    gauge = GaugeMetricFamily(
-        "spd_metrics_nodes_unreachable", "Nodes whose metrics are missing here.", unreachable
-    )
+    gauge = GaugeMetricFamily(UNREACHABLE.exported, UNREACHABLE.help, unreachable)
     return _render([*families.values(), gauge])
 
 
@@ -90,7 +106,12 @@ def _families(text: str) -> list[Metric]:
     """Those of ours. The rest are dropped before parsing, which is slow."""
     starts = tuple(f"{lead}{prefix}" for lead in ("", "# HELP ", "# TYPE ") for prefix in PREFIXES)
     ours = "".join(line + "\n" for line in text.split("\n") if line.startswith(starts))
-    return list(text_string_to_metric_families(ours))
+    families = list(text_string_to_metric_families(ours))
+    for family in families:
+        for sample in family.samples:
+            for label in CONSTANT:
+                sample.labels.pop(label, None)
+    return families
 
 
 class _Fixed(Collector):

@@ -16,15 +16,15 @@ from ray import serve
 from service.api.client import PipelineStatus
 from service.api.protocol import MAX_CHOICES
 from service.config import Settings
-from service.engine.engine import NOT_INTACT, Engine
+from service.engine.engine import Engine
 from service.engine.lookup import Lookup
 from service.engine.scheduler import Scheduler
 from service.engine.watchdog import Watchdog
 from service.messages import Accepted, Delta, Event, Failure, GenerateRequest
-from service.metrics import Metrics
 from service.pipeline.blueprint import Blueprint, make_blueprint
 from service.pipeline.choice import make_graph
 from service.pipeline.graph import ServingGraph
+from service.recording import PipelineMetrics
 from service.restarts import ClusterStore, Restarts
 from service.target import eos_token_ids
 from service.text.stream import TextStream
@@ -70,7 +70,12 @@ class Pipeline:
             return make_graph(blueprint, settings.pipeline, placement_group)
 
         scheduler = make_scheduler(settings, blueprint)
-        metrics = Metrics(settings.name, spec.stages, speculates=self._broken_pdm is None)
+        metrics = PipelineMetrics(
+            settings.name,
+            spec.stages,
+            settings.pipeline.slots,
+            speculates=self._broken_pdm is None,
+        )
         self._engine = Engine(
             graph,
             scheduler,
@@ -81,7 +86,6 @@ class Pipeline:
         if self._start.is_restart:
             failure = self._restarts.last_failure()
             log.warning("In place of a pipeline that was lost: %s", failure or "nobody could tell")
-            metrics.restarted(was_intact=not (failure or "").startswith(NOT_INTACT))
         self._watchdog = Watchdog(self._engine, settings.pipeline.cycle_timeout_s, self._give_up)
 
     def _wait_for_window(self) -> None:

@@ -69,7 +69,7 @@ class Restarts:
         self._most = settings.limits.max_restarts
         self._window_s = settings.limits.restart_window_s
         self._store = store
-        self._known: list[Start] = []
+        self._known: dict[str, Start] = {}
         self._expires = 0.0
 
     def started(self, replica: str) -> Start:
@@ -84,6 +84,11 @@ class Restarts:
         """Why the newest replica of those that could tell has failed."""
         told = [start for start in self._starts() if start.failure is not None]
         return max(told, key=lambda start: start.at).failure if told else None
+
+    def noted(self) -> dict[str, Start]:
+        """The record, by replica."""
+        self._starts()
+        return dict(self._known)
 
     def _put(self, replica: str, start: Start) -> None:
         self._store.put(self._prefix + replica, json.dumps(asdict(start)))
@@ -118,7 +123,7 @@ class Restarts:
     def _starts(self) -> list[Start]:
         """Of all replicas, at most a second old: many requests may ask."""
         if time.monotonic() >= self._expires:
-            values = self._store.all(self._prefix).values()
-            self._known = [Start(**json.loads(value)) for value in values]
+            noted = self._store.all(self._prefix)
+            self._known = {replica: Start(**json.loads(noted[replica])) for replica in noted}
             self._expires = time.monotonic() + CACHE_S
-        return self._known
+        return list(self._known.values())

@@ -6,7 +6,7 @@ from typing import Any
 
 import promql_parser
 
-from service.metrics import Metrics
+from service.metrics import METRICS
 from tests.manifests import Manifest, Pod, find, head_and_workers, pods
 
 # Made by who installs (docs/kubernetes.md) and by the operator.
@@ -191,23 +191,5 @@ def rules_ask_for_metrics_that_exist(manifests: Sequence[Manifest]) -> list[str]
     return problems
 
 
-class _Names(Metrics):
-    """The names under which Ray exports the metrics, without Ray."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._make_request_metrics()
-        self._make_pipeline_metrics()
-
-    def _counter(self, name: str, *_: Any) -> Any:
-        self.names.add(f"ray_spd_{name}_total")
-
-    def _gauge(self, name: str, *_: Any) -> Any:
-        self.names.add(f"ray_spd_{name}")
-
-    def _histogram(self, name: str, *_: Any) -> Any:
-        self.names |= {f"ray_spd_{name}_{part}" for part in ("bucket", "sum", "count")}
-
-
 def exported_metrics() -> set[str]:
-    return _Names().names
+    return {name for metric in METRICS for name in metric.series}

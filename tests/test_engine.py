@@ -139,6 +139,26 @@ def test_tokens_arrive_one_by_one(bench: Bench) -> None:
     assert [d.finish_reason for d in deltas] == [None, None, None, "length"]
 
 
+def test_where_the_time_went_is_told_at_the_end(bench: Bench) -> None:
+    """Two slots are taken; the third request waits for one of them, and has one token."""
+    began = time.perf_counter()
+    for name, tokens in (("a", 4), ("b", 30), ("c", 1)):
+        bench.submit(name, max_tokens=tokens, prompt=(1, ord(name)))
+    bench.graph.steps.release(1000)
+    last = {}
+    for name, tokens in (("a", 4), ("b", 30), ("c", 1)):
+        deltas = [bench.next(name) for _ in range(tokens)]
+        assert all(delta.stats is None for delta in deltas[:-1])
+        last[name] = deltas[-1].stats.times
+    took = time.perf_counter() - began
+    for times in last.values():
+        assert 0 < times.queue + times.prefill + times.decode < took
+        assert times.prefill > 0
+    assert last["c"].decode == 0
+    assert last["c"].queue > last["a"].prefill + last["a"].decode, "c has the slot of a"
+    assert last["b"].decode > last["a"].decode > 0
+
+
 def test_the_load_is_told_even_if_nothing_runs_any_more(bench: Bench) -> None:
     """An abort is followed by no cycle."""
     for name in "abc":

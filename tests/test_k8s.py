@@ -121,6 +121,13 @@ def test_alerts(everything) -> None:
     assert rules_ask_for_metrics_that_exist(everything) == []
 
 
+def test_the_dashboard_is_where_grafanas_sidecar_looks(everything) -> None:
+    found = find(everything, "ConfigMap", "spd-dashboard")
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    file = ROOT / "k8s" / "components" / "monitoring" / "dashboard.json"
+    assert found["data"] == {"spd.json": file.read_text()}
+
+
 def changed(old: str, new: str) -> Callable[[str], str]:
     def change(text: str) -> str:
         assert old in text
@@ -154,7 +161,13 @@ WRONG: list[tuple[Any, str, str, Any, str]] = [
     (fields_of_the_ray_service, "RayService", f"{GROUP}/maxReplicas", "four", "four"),
     (fields_of_the_ray_service, "RayService", f"{GROUP}/groupName", DELETE, "groupName"),
     (fields_of_the_ray_service, "RayService", f"{WORKER}/containers/0/imge", "x", "imge"),
-    (serve_config, "ConfigMap", "data/serve.yaml", "applications: []", "another deployment"),
+    (
+        serve_config,
+        "ConfigMap:spd-serve-config",
+        "data/serve.yaml",
+        "applications: []",
+        "another deployment",
+    ),
     (serve_config, SERVE, "", changed("applications:", "aplications:"), "'aplications'"),
     (serve_config, SERVE, "", changed("route_prefix: /", "rout_prefix: /"), "'rout_prefix'"),
     (serve_config, SERVE, "", changed("route_prefix: /", "route_prefix: spd"), "route_prefix"),
@@ -232,7 +245,13 @@ WRONG: list[tuple[Any, str, str, Any, str]] = [
         {},
         "autoscaler: is loose",
     ),
-    (names_lead_somewhere, "ConfigMap", "metadata/name", "other", "ConfigMap spd-serve-config"),
+    (
+        names_lead_somewhere,
+        "ConfigMap:spd-serve-config",
+        "metadata/name",
+        "other",
+        "ConfigMap spd-serve-config",
+    ),
     (names_lead_somewhere, "ServiceAccount", "metadata/name", "other", "spd-worker"),
     (names_lead_somewhere, "Service", "metadata/name", "other", "Service spd-redis"),
     (names_lead_somewhere, "HTTPRoute", "spec/rules/0/backendRefs/0/port", 80, "spd-serve-svc"),
@@ -266,7 +285,7 @@ WRONG: list[tuple[Any, str, str, Any, str]] = [
         "PrometheusRule",
         "spec/groups/0/rules/0/expr",
         "sum(ray_spd_num_requests_waiting",
-        "SpdRequestsFail",
+        "SpdNoPipeline",
     ),
 ]
 
@@ -281,7 +300,7 @@ def test_what_is_wrong_is_found(everything, check, kind, path, value, word) -> N
     if kind == SERVE:
         served = value(find(everything, "RayService")["spec"]["serveConfigV2"])
         wrong = spoilt(everything, "RayService", SERVE, served)
-        wrong = spoilt(wrong, "ConfigMap", "data/serve.yaml", served)
+        wrong = spoilt(wrong, "ConfigMap", "data/serve.yaml", served, "spd-serve-config")
     else:
         kind, _, name = kind.partition(":")
         wrong = spoilt(everything, kind, path, value, name or None)

@@ -19,7 +19,12 @@ DRAIN_S = 1.0
 
 
 def install_guards(
-    app: FastAPI, settings: ApiSettings, keys: ApiKeys, *, echo_request_id: bool
+    app: FastAPI,
+    settings: ApiSettings,
+    keys: ApiKeys,
+    *,
+    echo_request_id: bool,
+    is_traced: bool = False,
 ) -> None:
     """Puts the door before the routes. The one that is added last is met first."""
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -36,6 +41,10 @@ def install_guards(
             allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
             expose_headers=("X-Request-Id",),
         )
+    if is_traced:
+        from service.api.tracing import TraceContext  # imports OpenTelemetry
+
+        app.add_middleware(TraceContext)
     app.add_middleware(Access, echo=echo_request_id)
 
 

@@ -44,14 +44,16 @@ def create_api(
     echo_request_id: bool = True,
     door: Door | None = None,
     timeout_s: float | None = None,
+    is_traced: bool = False,
 ) -> FastAPI:
     """OpenAI's API over `pipeline`. `metrics_text` is the exposition that GET /metrics returns.
-    Without keys the API is open. A request may take `timeout_s`.
+    Without keys the API is open. A request may take `timeout_s`. `is_traced`: who observes the
+    requests makes spans, and has to know their callers'.
 
     Ray Serve's proxy echoes X-Request-Id itself; a second header would reach clients as `a, a`.
     """
     app = FastAPI(title="spd-serve", description="Speculative Pipeline Decoding, served.")
-    install_guards(app, settings, keys, echo_request_id=echo_request_id)
+    install_guards(app, settings, keys, echo_request_id=echo_request_id, is_traced=is_traced)
     install_handlers(app)
     served = Served(model, max_len, tokenizer, grammars, settings.speculation_switch)
     door = door or Door()

@@ -13,7 +13,15 @@ from service.emulation.results import Record, Run, Setup
 from service.engine.engine import Engine
 from service.engine.recorder import NullRecorder
 from service.engine.scheduler import Scheduler
-from service.messages import CycleResult, Delta, Event, Failure, GenerateRequest, Sampling
+from service.messages import (
+    CyclePlan,
+    CycleResult,
+    Delta,
+    Event,
+    Failure,
+    GenerateRequest,
+    Sampling,
+)
 from service.pdm.checkpoint import untrained_draft_ids
 from service.pdm.features import default_anchors
 from service.pipeline.blueprint import Blueprint, make_emulation
@@ -34,7 +42,7 @@ class Clock(NullRecorder):
         self.ends: list[float] = []
         self.slowest: list[float] = []  # the slowest stage of each cycle
 
-    def cycle(self, result: CycleResult) -> None:
+    def cycle(self, _plan: CyclePlan, result: CycleResult, _decoding: int) -> None:
         self.ends.append(time.perf_counter())
         self.slowest.append(max(stage.seconds for stage in result.stages))
 

@@ -4,11 +4,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from service.engine.balance import Balance
-from service.engine.recorder import Outcome, Recorder
+from service.engine.recorder import Recorder
 from service.engine.scheduler import QueueFullError, Scheduler
 from service.engine.sequence import Sequence, Sink
 from service.messages import (
@@ -18,6 +18,7 @@ from service.messages import (
     Failure,
     GenerateRequest,
     PromptScored,
+    RequestTimes,
 )
 from service.pipeline.graph import GraphError, ServingGraph
 
@@ -141,10 +142,12 @@ class Engine:
             self._hand_out()
             self._rest(graph)
             return
+        self._admit(plan)
+        decoding = self._scheduler.decoding
         self._is_audited, self._cycle_began = False, time.perf_counter()
         result = graph.run(plan, meanwhile=self._hand_out)
         self._cycle_began = None
-        self._unsent = Unsent(self._scheduler.apply(result), (plan, result))
+        self._unsent = Unsent(self._scheduler.apply(result), (plan, result, decoding))
 
     def _hand_out(self) -> None:
         """Tokens to their requests, figures to the recorder."""
@@ -186,7 +189,7 @@ class Engine:
                 sink = self._scheduler.unqueue(request_id)
                 assert sink is not None
                 sink(Failure("it waited too long for a slot", "expired"))
-                self._over(request_id, "error")
+                del self._clocks[request_id]
 
     def _hear_commands(self) -> bool:
         """Carries out what other threads have asked for; False once it was to stop."""
@@ -211,17 +214,19 @@ class Engine:
             sink(Failure(str(error), "overloaded"))
             return
         self._clocks[request.request_id] = RequestClock(arrived)
-        self._recorder.request_started(len(request.prompt_ids))
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
         self._unsent.forget(request_id)
-        if request_id in self._clocks:
-            self._over(request_id, "abort")
+        self._clocks.pop(request_id, None)
 
-    def _over(self, request_id: str, outcome: Outcome) -> None:
-        clock = self._clocks.pop(request_id)
-        self._recorder.request_finished(outcome, time.perf_counter() - clock.arrived)
+    def _admit(self, plan: CyclePlan) -> None:
+        """Notes who has a slot from now on."""
+        if plan.admitted:
+            now = time.perf_counter()
+            for sequence in self._scheduler.admitted(plan):
+                self._clocks[sequence.request.request_id].admitted = now
+                self._recorder.admitted(sequence.request, sequence.reused)
 
     def _stop(self) -> None:
         self._running = False
@@ -229,22 +234,20 @@ class Engine:
         self._drop_all(SHUTTING_DOWN)
 
     def _deliver(self, sequence: Sequence, event: PromptScored | Delta) -> None:
-        sequence.sink(event)
         if isinstance(event, PromptScored):
+            sequence.sink(event)
             return
-        request_id, now = sequence.request.request_id, time.perf_counter()
+        request_id = sequence.request.request_id
         clock = self._clocks[request_id]
-        if clock.last_token is None:
-            self._recorder.first_token(now - clock.arrived)
-        else:
-            self._recorder.token(now - clock.last_token)
-        clock.last_token = now
-        if event.finish_reason is not None:
+        gap = clock.tick(time.perf_counter())
+        if event.stats is not None:  # the last one
             del self._clocks[request_id]
-            self._recorder.request_finished(event.finish_reason, now - clock.arrived)
+            event = replace(event, stats=replace(event.stats, times=clock.times()))
+        sequence.sink(event)
+        self._recorder.token(gap)
 
-    def _record(self, plan: CyclePlan, result: CycleResult) -> None:
-        self._recorder.cycle(result)
+    def _record(self, plan: CyclePlan, result: CycleResult, decoding: int) -> None:
+        self._recorder.cycle(plan, result, decoding)
         self.balance.see(result)
         error = result.drafter.error if result.drafter else None
         if error != self.draft_error and (error or plan.drafts):  # success is a draft that came
@@ -264,8 +267,6 @@ class Engine:
     def _drop_all(self, message: str) -> None:
         for sink in self._scheduler.drop_all():
             sink(Failure(message))
-        for clock in self._clocks.values():
-            self._recorder.request_finished("error", time.perf_counter() - clock.arrived)
         self._clocks.clear()
 
 
@@ -274,7 +275,7 @@ class Unsent:
     """What a cycle has brought and nobody has been told."""
 
     events: list[tuple[Sequence, PromptScored | Delta]] = field(default_factory=list)
-    cycle: tuple[CyclePlan, CycleResult] | None = None
+    cycle: tuple[CyclePlan, CycleResult, int] | None = None  # how many sequences were decoding
 
     def forget(self, request_id: str) -> None:
         """Nobody waits for its events any more."""
@@ -282,10 +283,28 @@ class Unsent:
 
 
 class RequestClock:
-    """When a request came and when its last token went, in seconds of `time.perf_counter`."""
+    """When a request came, got its slot and its tokens, in seconds of `time.perf_counter`."""
 
-    __slots__ = ("arrived", "last_token")
+    __slots__ = ("admitted", "arrived", "first_token", "last_token")
 
     def __init__(self, arrived: float) -> None:
-        self.arrived = arrived
-        self.last_token: float | None = None
+        self.arrived = self.admitted = arrived
+        self.first_token: float | None = None
+        self.last_token = arrived
+
+    def tick(self, now: float) -> float | None:
+        """A token. Returns how long after the one before; None for the first one."""
+        before, self.last_token = self.last_token, now
+        if self.first_token is None:
+            self.first_token = now
+            return None
+        return now - before
+
+    def times(self) -> RequestTimes:
+        """Of a request that has tokens."""
+        assert self.first_token is not None
+        return RequestTimes(
+            queue=self.admitted - self.arrived,
+            prefill=self.first_token - self.admitted,
+            decode=self.last_token - self.first_token,
+        )

@@ -1,10 +1,8 @@
 """What the engine tells whoever measures it. The engine itself knows no metrics library."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
-from service.messages import CycleResult, FinishReason
-
-Outcome = FinishReason | Literal["abort", "error"]
+from service.messages import CyclePlan, CycleResult, GenerateRequest
 
 
 class Recorder(Protocol):
@@ -13,20 +11,14 @@ class Recorder(Protocol):
     def load(self, running: int, waiting: int) -> None:
         """So many requests are in slots and in the queue, before a cycle or before a rest."""
 
-    def cycle(self, result: CycleResult) -> None:
-        """A cycle is over. Its verdicts count as drafts, accepted drafts and flushes."""
+    def admitted(self, request: GenerateRequest, reused: int) -> None:
+        """A request has its slot, in which so many of its known tokens are already."""
 
-    def request_started(self, prompt_tokens: int) -> None:
-        """A request has come, and is queued."""
+    def cycle(self, plan: CyclePlan, result: CycleResult, decoding: int) -> None:
+        """A cycle is over, in which so many texts were behind their first token."""
 
-    def first_token(self, seconds: float) -> None:
-        """A request has its first token, so long after it arrived."""
-
-    def token(self, gap_seconds: float) -> None:
-        """A request has a further token, so long after the one before."""
-
-    def request_finished(self, reason: Outcome, e2e_seconds: float) -> None:
-        """A request is over, for whatever reason, so long after it arrived."""
+    def token(self, gap_seconds: float | None) -> None:
+        """A request has a token, so long after the one before; None for the first of its run."""
 
     def speculation(self, *, works: bool) -> None:
         """Drafting fails, or works again."""
@@ -37,14 +29,10 @@ class NullRecorder:
 
     def load(self, running: int, waiting: int) -> None: ...
 
-    def cycle(self, result: CycleResult) -> None: ...
+    def admitted(self, request: GenerateRequest, reused: int) -> None: ...
 
-    def request_started(self, prompt_tokens: int) -> None: ...
+    def cycle(self, plan: CyclePlan, result: CycleResult, decoding: int) -> None: ...
 
-    def first_token(self, seconds: float) -> None: ...
-
-    def token(self, gap_seconds: float) -> None: ...
-
-    def request_finished(self, reason: Outcome, e2e_seconds: float) -> None: ...
+    def token(self, gap_seconds: float | None) -> None: ...
 
     def speculation(self, *, works: bool) -> None: ...

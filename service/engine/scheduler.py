@@ -74,6 +74,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def decoding(self) -> int:
+        """How many texts are behind their first token in the cycle that was planned last."""
+        return sum(s.entered > s.known_length for s in self._running.values())
+
+    def admitted(self, plan: CyclePlan) -> list[Sequence]:
+        """Those that have their slots by this plan, the one that was made last."""
+        slots = {admission.slot for admission in plan.admitted}
+        return [s for s in self._running.values() if s.slot in slots]
+
+    @property
     def new_in_queue(self) -> list[str]:
         """The ids of those that wait for their first token."""
         return [request.request_id for request, _ in self._waiting if not request.generated_ids]

@@ -118,11 +118,13 @@ class EmulatedStage(_Emulated):
         out = self._output(sum([r.count for r in rows]))
         verdicts: tuple[Verdict, ...] = ()
         scored: tuple[Scored, ...] = ()
+        verifying = time.perf_counter()
         if self.is_last:
             verdicts = tuple(map(self._verdict, plan.verify))
             scored = tuple(Scored(s.slot, (_CERTAIN,) * len(s.next_ids)) for s in plan.scores)
+        verified = time.perf_counter() - verifying
         seconds = self._wait(began, self._emulation.stage_s)
-        self._report = StageReport(seconds, verdicts, scored)
+        self._report = StageReport(seconds, verdicts, scored, verified)
         return out
 
     def _output(self, rows: int) -> Tensor:

@@ -117,15 +117,18 @@ class Stage:
         out = None
         verdicts: tuple[Verdict, ...] = ()
         scored: tuple[Scored, ...] = ()
+        verify_seconds = 0.0
         if rows:
             is_covered = self._step is not None and self._step.covers(rows)
             run = self._run_step if is_covered else self._run
             out, logits = run(plan, rows)
             if self.is_last:
+                verifying = time.perf_counter()
                 verdicts = self._verify(plan.verify, rows, logits)
                 scored = self._score(plan.scores, rows, logits)
+                verify_seconds = time.perf_counter() - verifying
         wait_for(self._device)
-        self._report = StageReport(time.perf_counter() - began, verdicts, scored)
+        self._report = StageReport(time.perf_counter() - began, verdicts, scored, verify_seconds)
         return out
 
     def _run(self, plan: CyclePlan, rows: tuple[Rows, ...]) -> tuple[Tensor, Logits]:
