@@ -11,9 +11,10 @@ HEAD = """\
 # Settings
 
 All that may stand under `args:` of an application in a deployment such as
-[deployments/spd.yaml](../deployments/spd.yaml). This page is written by `python -m service.settings_page`
-from [service/config.py](../service/config.py), and a test holds it to that. Unknown settings and values that
-can't work are refused before anything starts, by name. An unset setting may be left out or be `null`.
+[deployments/spd.yaml](../deployments/spd.yaml). This page is written by
+`python -m service.settings_page` from [service/config.py](../service/config.py), and a test holds
+it to that. Unknown settings and values that can't work are refused before anything starts, by name.
+An unset setting may be left out or be `null`.
 """
 Schema = dict[str, Any]
 
