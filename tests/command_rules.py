@@ -20,6 +20,8 @@ import pytest
 import yaml
 
 from service.config import parse_settings
+from service.emulation.cli import make_setups
+from service.evaluation.configuration import Options, configurations
 from tests.api_server import MODEL
 from tests.markdown import ROOT
 
@@ -29,6 +31,11 @@ FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0
 SERVER = "http://127.0.0.1:8000"
 HARMLESS = {".", "cd", "cp", "echo", "pytest"}
 FORWARDED = {"BENCH": "benchmarks.chat", "LOAD": "loadtest"}  # make's variables that are arguments
+# What is asked of arguments beyond their parser, without running the command.
+FURTHER: dict[str, Callable[[argparse.Namespace], object]] = {
+    "spd-emulate": make_setups,
+    "spd-eval": lambda options: configurations(Options(**vars(options))),
+}
 
 
 def exists(word: str) -> bool:
@@ -84,8 +91,10 @@ class Rules:
         with self._monkeypatch.context() as patch:
             patch.setattr(sys, "argv", words)
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-            with pytest.raises(SystemExit if "--help" in words else ParsedError):
+            with pytest.raises(SystemExit if "--help" in words else ParsedError) as found:
                 main()
+        if check := FURTHER.get(words[0]):
+            check(found.value.args[0])
 
     def _python(self, words: list[str]) -> None:
         flag, what, *rest = words[1:]

@@ -34,6 +34,11 @@ class Block:
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
+    @property
+    def end(self) -> int:
+        """The line of its closing fence."""
+        return self.line + len(self.text.splitlines()) + 1
+
 
 def blocks(page: Path) -> list[Block]:
     """All fenced blocks of a page, without their indentation."""

@@ -108,9 +108,13 @@ def test_every_block_has_a_language_and_a_known_need() -> None:
 
 
 @of("python")
-def test_python(block: Block, server: str) -> None:
+def test_python(block: Block, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs it. A text behind it is what it prints."""
     code = block.text.replace(SERVER, server).replace("smollm2-135m-instruct", MODEL)
     exec(compile(code, str(block), "exec"), {"__name__": "__main__"})
+    printed, behind = capsys.readouterr().out, BLOCKS[BLOCKS.index(block) + 1 :]
+    if behind and behind[0].language == "text" and behind[0].line == block.end + 2:
+        assert printed.strip() == behind[0].text
 
 
 @of("json")
