@@ -60,7 +60,7 @@ def _type(schema: Schema) -> str:
         return " or ".join(map(_type, shown))
     if values := schema.get("enum", [schema["const"]] if "const" in schema else None):
         return ", ".join(f"`{value}`" for value in values)
-    kind = schema["type"]
+    kind: str = schema["type"]
     if kind == "array":
         return f"list: {_type(schema['items'])}"
     words = {"integer": "whole number", "boolean": "`true`, `false`", "null": "`null`"}
