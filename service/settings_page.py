@@ -54,21 +54,15 @@ def _default(value: Any) -> str:
 def _type(schema: Schema) -> str:
     """What a value may be, in words."""
     if "anyOf" in schema:
-        shown = [
-            s for s in schema["anyOf"] if s != {"type": "null"} or schema["default"] is not None
-        ]
-        return " or ".join(map(_type, shown))
+        unset = schema["default"] is None  # says already that it may be null
+        return " or ".join(_type(s) for s in schema["anyOf"] if not unset or s != {"type": "null"})
     if values := schema.get("enum", [schema["const"]] if "const" in schema else None):
         return ", ".join(f"`{value}`" for value in values)
     kind: str = schema["type"]
     if kind == "array":
         return f"list: {_type(schema['items'])}"
     words = {"integer": "whole number", "boolean": "`true`, `false`", "null": "`null`"}
-    limits = {
-        "minimum": "at least",
-        "exclusiveMinimum": "above",
-        "maximum": "at most",
-    }
+    limits = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
     bounds = [f"{said} {schema[key]:g}" for key, said in limits.items() if key in schema]
     bounds += ["not empty"] if schema.get("minLength") else []
     return words.get(kind, kind) + (f" ({', '.join(bounds)})" if bounds else "")

@@ -19,7 +19,8 @@ import httpx
 import pytest
 import yaml
 
-from service.config import parse_settings
+from service.api.protocol import ChatBody, CompletionBody
+from service.config import DEFAULT_MODEL, parse_settings
 from service.emulation.cli import make_setups
 from service.evaluation.configuration import Options, configurations
 from tests.api_server import MODEL
@@ -29,6 +30,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
 SERVER = "http://127.0.0.1:8000"
+FIELDS = ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
 HARMLESS = {".", "cd", "cp", "echo", "pytest"}
 FORWARDED = {"BENCH": "benchmarks.chat", "LOAD": "loadtest"}  # make's variables that are arguments
 # What is asked of arguments beyond their parser, without running the command.
@@ -88,13 +90,16 @@ class Rules:
         def parse_and_stop(*how: Any) -> None:
             raise ParsedError(parse(*how))
 
+        helps = "--help" in words
         with self._monkeypatch.context() as patch:
             patch.setattr(sys, "argv", words)
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-            with pytest.raises(SystemExit if "--help" in words else ParsedError) as found:
+            with pytest.raises(SystemExit if helps else ParsedError) as found:
                 main()
-        if check := FURTHER.get(words[0]):
-            check(found.value.args[0])
+        if helps:
+            assert found.value.args == (0,)
+        elif further := FURTHER.get(words[0]):
+            further(found.value.args[0])
 
     def _python(self, words: list[str]) -> None:
         flag, what, *rest = words[1:]
@@ -140,6 +145,7 @@ class Rules:
         options = parser.parse_args(words[1:])
         headers = dict(header.split(": ") for header in options.headers)
         method = "GET" if options.body is None else "POST"
-        body = options.body and json.dumps({**json.loads(options.body), "model": MODEL})
+        body = options.body and options.body.replace(DEFAULT_MODEL, MODEL)
+        assert json.loads(body or "{}").keys() <= FIELDS, "the API ignores unknown fields"
         url = options.url.replace(SERVER, self._server)
         assert httpx.request(method, url, content=body, headers=headers).status_code == 200

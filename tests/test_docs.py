@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from loadtest.scenario import Scenario
-from service.config import Settings, parse_settings
+from service.config import DEFAULT_MODEL, Settings, parse_settings
 from service.settings_page import FILE, page
 from tests.api_server import MODEL, make_api, serving
 from tests.command_rules import SERVER, Rules
@@ -90,11 +90,14 @@ def test_commands_in_the_text(file: Path, rules: Rules) -> None:
         "kubectl get pods",
         f"curl {SERVER}/v1/chat",
         f"curl {SERVER}/v1/completions -d '{{\"n\": 2}}'",
+        f"curl {SERVER}/version -d '{{\"temprature\": 2}}'",
+        "spd-eval --prompts x.jsonl --replay gold.json",
+        "spd-emulate --widths 2,4 --stage-ms 3",
         "ollama run x",
     ],
 )
 def test_wrong_commands_are_found(command: str, rules: Rules) -> None:
-    with pytest.raises((AssertionError, SystemExit, OSError, ImportError, SyntaxError)):
+    with pytest.raises((AssertionError, SystemExit, OSError, ImportError, SyntaxError, ValueError)):
         rules.check(next(simple_commands(command)), None)
 
 
@@ -110,7 +113,7 @@ def test_every_block_has_a_language_and_a_known_need() -> None:
 @of("python")
 def test_python(block: Block, server: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs it. A text behind it is what it prints."""
-    code = block.text.replace(SERVER, server).replace("smollm2-135m-instruct", MODEL)
+    code = block.text.replace(SERVER, server).replace(DEFAULT_MODEL, MODEL)
     exec(compile(code, str(block), "exec"), {"__name__": "__main__"})
     printed, behind = capsys.readouterr().out, BLOCKS[BLOCKS.index(block) + 1 :]
     if behind and behind[0].language == "text" and behind[0].line == block.end + 2:
