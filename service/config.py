@@ -99,7 +99,7 @@ class DrafterSettings(_Section):
         description="`lookup`: the continuation of the text's last match with its own ending. "
         "`pdm`: the Pipeline Draft Module. `lookup+pdm`: lookup where it has a match "
         "(unseeded above temperature 0.5: where the PDM has no draft). "
-        "`off`: plain pipeline decoding, the baseline.",
+        "`off`: plain pipeline decoding, the baseline (in quotes: YAML's bare off is false).",
     )
     checkpoint: str | None = Field(
         None,
