@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -91,15 +92,22 @@ class PipelineSettings(_Section):
         return self
 
 
+def _bare_off(kind: Any) -> Any:
+    """What YAML makes of `off` without quotes."""
+    return "off" if kind is False else kind
+
+
 class DrafterSettings(_Section):
     """Who proposes the next token."""
 
-    kind: Literal["lookup+pdm", "pdm", "lookup", "off"] = Field(
-        "lookup+pdm",
-        description="`lookup`: the continuation of the text's last match with its own ending. "
-        "`pdm`: the Pipeline Draft Module. `lookup+pdm`: lookup where it has a match "
-        "(unseeded above temperature 0.5: where the PDM has no draft). "
-        "`off`: plain pipeline decoding, the baseline.",
+    kind: Annotated[Literal["lookup+pdm", "pdm", "lookup", "off"], BeforeValidator(_bare_off)] = (
+        Field(
+            "lookup+pdm",
+            description="`lookup`: the continuation of the text's last match with its own ending. "
+            "`pdm`: the Pipeline Draft Module. `lookup+pdm`: lookup where it has a match "
+            "(unseeded above temperature 0.5: where the PDM has no draft). "
+            "`off`: plain pipeline decoding, the baseline.",
+        )
     )
     checkpoint: str | None = Field(
         None,

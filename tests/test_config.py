@@ -198,3 +198,11 @@ def test_who_sees_several_gpus_takes_turns(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_stage_runs_no_pdm() -> None:
     assert not Settings(pipeline={"stages": 1}).runs_pdm
     assert Settings().runs_pdm
+
+
+def test_off_may_stand_without_quotes() -> None:
+    for written in ("off", "'off'"):
+        args = yaml.safe_load(f"drafter: {{kind: {written}}}")
+        assert parse_settings(args).drafter.kind == "off"
+    with pytest.raises(ConfigError, match=r"drafter\.kind: .*got True"):
+        parse_settings(yaml.safe_load("drafter: {kind: on}"))

@@ -8,9 +8,11 @@ import pytest
 import ray
 
 from service.config import ConfigError, PipelineSettings, parse_settings
-from service.emulation.cli import main
+from service.emulation.cli import main, make_parser, make_setups
 from service.emulation.measure import PROMPT, make_emulated
 from service.emulation.results import Record, Run, Setup, theoretical_speed_up
+from service.evaluation.counting import Counts
+from service.evaluation.store import Store
 from service.messages import (
     Admission,
     CyclePlan,
@@ -29,6 +31,7 @@ from service.pipeline.emulated import (
 )
 from service.pipeline.local_graph import LocalGraph
 from service.pipeline.ray_graph import RayGraph
+from tests.test_evaluation import RECORD, SHARED
 from tests.toys import Generated, generate
 
 TOKENS = 60  # decoded by a request
@@ -222,9 +225,27 @@ def test_the_command(tmp_path, capsys) -> None:
     assert "speed-up" in capsys.readouterr().out
 
 
+def test_rates_that_were_recorded(tmp_path, capsys) -> None:
+    """Each width has its own, that of the default drafter at temperature 0."""
+    store = Store(tmp_path, SHARED)
+    counted = {(2, "lookup+pdm", 0.0): 6, (4, "lookup+pdm", 0.0): 5,
+               (2, "pdm", 0.0): 1, (2, "lookup+pdm", 1.0): 2}  # fmt: skip
+    for (width, drafter, temperature), accepted in counted.items():
+        counts = Counts(decoded=10, accepted=accepted, cycles=20)
+        run_of = {"width": width, "drafter": drafter, "temperature": temperature}
+        store.add(RECORD.model_copy(update={**run_of, "data_sets": {"a": counts}}))
+    options = f"--recorded {tmp_path / 'results.json'} --stage-ms 0.02,0.02 --widths"
+    made = make_setups(make_parser().parse_args([*options.split(), "2,4"]))
+    assert [(s.width, s.acceptance) for s in made] == [(2, 0.6), (4, 0.5)]
+    with pytest.raises(SystemExit):
+        main([*options.split(), "2,8"])
+    assert "no lookup+pdm at temperature 0 for n = 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ("--recorded nowhere.json", "--recorded: nowhere.json can't be read"),
         ("--widths 2,4 --stage-ms 1", "--stage-ms has 1 numbers for 2 --widths"),
         ("--widths 40 --stage-ms 1", "one of the 32 layers"),
         ("--acceptance 1.2", "--acceptance"),

@@ -171,7 +171,7 @@ def cases(count: int, every_day: dict[tuple[int, str], int]):
     return pytest.mark.parametrize(("pipeline", "i"), values, indirect=["pipeline"])
 
 
-@cases(len(CHATS) + len(TEXTS), every_day={(2, "ray"): 2})
+@cases(len(CHATS) + len(TEXTS), every_day={(2, "ray"): 1})
 def test_greedy_text_is_plain_greedy_text(model, prompts, expected, pipeline, i) -> None:
     """With every drafter the same text, and the cycles that theory says."""
     prompt, n, decoded = prompts[i], pipeline.n, TOKENS - 1
@@ -208,7 +208,7 @@ SETTINGS = [
 ]
 
 
-@cases(3, every_day={(2, "ray"): 1})
+@cases(3, every_day={})
 def test_a_seed_means_the_same_text(model, prompts, pipeline, i) -> None:
     """Speculation on or off, alone or in a batch of four."""
     chosen = prompts[4 * i : 4 * i + 4]
@@ -228,7 +228,7 @@ def test_a_seed_means_the_same_text(model, prompts, pipeline, i) -> None:
         assert_same(model, prompt, alone[k], together[str(k)], sampling)
 
 
-@cases(1, every_day={(2, "ray"): 1})
+@cases(1, every_day={})
 def test_penalties_and_bias_are_those_of_transformers(model, prompts, pipeline, i) -> None:
     """`generate` with its processors, greedy, token for token; speculation on and off."""
     space, the = 216, 260

@@ -31,6 +31,7 @@ from service.messages import (
     StageReport,
 )
 from service.metrics import Metric
+from service.pipeline.graph import Meanwhile, nothing
 from service.recording import IngressMetrics, PipelineMetrics
 from tests.fake_pipeline import FakePipeline, Hang
 from tests.test_restarts import Shelf, restarts
@@ -120,8 +121,9 @@ class TimedGraph:
         self.pipeline = TokenPipeline(STAGES, 2, 64, drafting)
         self.plans: list[CyclePlan] = []
 
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, meanwhile: Meanwhile = nothing) -> CycleResult:
         self.plans.append(plan)
+        meanwhile()
         result = self.pipeline.run(plan)
         stages = tuple(
             StageReport(k + 1.0, report.verdicts, report.scored, 0.25)

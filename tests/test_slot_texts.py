@@ -143,5 +143,6 @@ def test_what_the_draft_vocabulary_lacks_is_proposed_all_the_same(
     admission = Admission(0, 1, Sampling(temperature=1.0), Grammar("regex", "[x]"))
     drafter._texts.take(plan((0, 0, (5,)), admitted=(admission,)))
     order = type("Order", (), {"slot": 0, "position": 1})()
-    proposal, q = drafter._draft(order, torch.zeros(1))
-    assert (tokenizer.decode([proposal.token]), proposal.kind, q) == ("x", "point", None)
+    for draft_all in (drafter._draft_each, drafter._draft_at_once):
+        ((proposal, q),) = draft_all((order,), torch.zeros(1, len(ids)))
+        assert (tokenizer.decode([proposal.token]), proposal.kind, q) == ("x", "point", None)

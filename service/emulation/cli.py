@@ -54,6 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--draft-ms", type=_list(float), help="of the PDM; unset: 0.9 of a stage's")
     add("--link-ms", type=_list(float), default="0", help="latencies to try (%(default)s)")
     add("--acceptance", type=_list(float), default="0.8", help="rates to try (%(default)s)")
+    add(
+        "--recorded",
+        type=Path,
+        metavar="results.json",
+        help="of spd-eval: the rates that it found for these widths (lookup+pdm, temperature 0), "
+        "instead of --acceptance",
+    )
     add("--graphs", type=_list(str), default="local", help="local, ray or both (%(default)s)")
     add("--layers", type=int, default=32, help="of the target: they say what is tapped")
     add("--hidden-size", type=int, default=2560, help="of the target (%(default)s)")
@@ -89,7 +96,15 @@ def make_setups(options: argparse.Namespace) -> list[Setup]:
     if min(options.tokens, options.runs, options.hidden_size) < 1:
         raise ValueError("--tokens, --runs, --hidden-size: at least 1")
     stages = list(zip(widths, stage_ms, draft_ms, strict=True))
-    cases = product(options.graphs, options.acceptance, options.link_ms, stages)
+    rates = options.acceptance
+    if options.recorded is not None:
+        known = recorded_rates(options.recorded, widths)
+        rates = list(dict.fromkeys(known.values()))
+    cases = [
+        (graph, rate, link, stage)
+        for graph, rate, link, stage in product(options.graphs, rates, options.link_ms, stages)
+        if options.recorded is None or known[stage[0]] == rate
+    ]
     return [
         Setup(
             graph=graph,
@@ -104,6 +119,23 @@ def make_setups(options: argparse.Namespace) -> list[Setup]:
         )
         for graph, rate, link, (width, stage, draft) in cases
     ]
+
+
+def recorded_rates(file: Path, widths: Sequence[int]) -> dict[int, float]:
+    """The acceptance of the default drafter at each width. Raises ConfigError."""
+    from service.evaluation.store import read_results
+
+    found = {
+        record.width: record.overall.acceptance
+        for record in read_results(file, "--recorded").configurations
+        if record.drafter == "lookup+pdm" and record.temperature == 0
+    }
+    rates = {width: found.get(width) for width in widths}
+    if missing := [width for width, rate in rates.items() if rate is None]:
+        raise ConfigError(
+            f"--recorded: {file} has no lookup+pdm at temperature 0 for n = {missing[0]}"
+        )
+    return {width: rate for width, rate in rates.items() if rate is not None}
 
 
 def run(setups: Sequence[Setup], tokens: int, runs: int) -> list[Record]:

@@ -117,7 +117,7 @@ class Store:
         if self._file is None:
             return
         if self._file.exists():
-            self._results = _read(self._file)
+            self._results = read_results(self._file, "--out")
             _check_same(self._file, self._results.settings, settings)
         else:
             self._write(self._file)  # now, not after an hour: the folder may not be writable
@@ -142,14 +142,15 @@ class Store:
             raise ConfigError(f"--out: {file} can't be written: {error}") from error
 
 
-def _read(file: Path) -> Results:
+def read_results(file: Path, option: str) -> Results:
+    """Raises ConfigError, which names the option that the file was given by."""
     try:
         return Results.model_validate_json(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"--out: {file} can't be read: {error}") from error
+        raise ConfigError(f"{option}: {file} can't be read: {error}") from error
     except ValidationError as error:
         wrong = ", ".join(".".join(map(str, e["loc"])) or e["msg"] for e in error.errors())
-        raise ConfigError(f"--out: {file} is not of spd-eval; wrong: {wrong}") from None
+        raise ConfigError(f"{option}: {file} is not of spd-eval; wrong: {wrong}") from None
 
 
 def _check_same(file: Path, there: SharedSettings, now: SharedSettings) -> None:
