@@ -5,7 +5,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Generic, Self, Unpack
+from typing import Self, Unpack
 
 import httpx2
 
@@ -23,27 +23,19 @@ from clients.answers import (
 )
 from clients.client import CONNECT_S, DEFAULT_TIMEOUT_S
 from clients.errors import ClientError, from_response, transport_errors
-from clients.reading import AnswerT, ChunkReader, ChunkT, first_model, parsed
+from clients.reading import AnswerT, ChunkT, OpenStream, first_model, parsed
 from clients.requests import Call, ChatOptions, CompletionOptions, Message, Prompt, Streaming
 from clients.retries import Retries
 
 
-class AsyncStream(Generic[ChunkT]):
+class AsyncStream(OpenStream[ChunkT]):
     """An answer as it comes, to be iterated once."""
-
-    def __init__(self, response: httpx2.Response, kind: type[ChunkT], base_url: str) -> None:
-        self._response = response
-        self._reader = ChunkReader(kind)
-        self._base_url = base_url
-        self.request_id: str | None = response.headers.get("x-request-id")
 
     async def __aiter__(self) -> AsyncIterator[ChunkT]:
         """Raises ClientError, also in the middle."""
         with transport_errors(self._base_url):
             async for data in self._response.aiter_bytes():
                 for chunk in self._reader.feed(data):
-                    if isinstance(chunk, Exception):
-                        raise chunk
                     yield chunk
                 if self._reader.is_done:
                     return

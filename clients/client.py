@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from typing import Generic, Self, Unpack
+from typing import Self, Unpack
 
 import httpx2
 
@@ -22,7 +22,7 @@ from clients.answers import (
     Version,
 )
 from clients.errors import ClientError, from_response, transport_errors
-from clients.reading import AnswerT, ChunkReader, ChunkT, first_model, parsed
+from clients.reading import AnswerT, ChunkT, OpenStream, first_model, parsed
 from clients.requests import Call, ChatOptions, CompletionOptions, Message, Prompt, Streaming
 from clients.retries import Retries
 
@@ -30,23 +30,14 @@ CONNECT_S = 5.0
 DEFAULT_TIMEOUT_S = 600.0
 
 
-class Stream(Generic[ChunkT]):
+class Stream(OpenStream[ChunkT]):
     """An answer as it comes, to be iterated once."""
-
-    def __init__(self, response: httpx2.Response, kind: type[ChunkT], base_url: str) -> None:
-        self._response = response
-        self._reader = ChunkReader(kind)
-        self._base_url = base_url
-        self.request_id: str | None = response.headers.get("x-request-id")
 
     def __iter__(self) -> Iterator[ChunkT]:
         """Raises ClientError, also in the middle."""
         with transport_errors(self._base_url):
             for data in self._response.iter_bytes():
-                for chunk in self._reader.feed(data):
-                    if isinstance(chunk, Exception):
-                        raise chunk
-                    yield chunk
+                yield from self._reader.feed(data)
                 if self._reader.is_done:
                     return
         self._reader.end()

@@ -1,8 +1,10 @@
 """Answers from bytes, for both clients."""
 
 import json
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+import httpx2
 from pydantic import BaseModel, ValidationError
 
 from clients.answers import ModelCard
@@ -36,31 +38,38 @@ class ChunkReader(Generic[ChunkT]):
         self._decoder = EventDecoder()
         self.is_done = False
 
-    def feed(self, data: bytes) -> list[ChunkT | Exception]:
-        """The chunks that these bytes complete; an exception is what the stream ends with, behind
-        the chunks before it."""
-        found: list[ChunkT | Exception] = []
+    def feed(self, data: bytes) -> Iterator[ChunkT]:
+        """The chunks that these bytes complete. Raises ClientError behind those before it."""
         for event in self._decoder.feed(data):
             if event.data == DONE:
                 self.is_done = True
             if self.is_done:
-                break
-            found.append(self._chunk(event.data))
-        return found
+                return
+            yield self._chunk(event.data)
 
     def end(self) -> None:
         """There are no more bytes. Raises IncompleteStreamError if there should be."""
         if not self.is_done:
             raise IncompleteStreamError("The stream ended early; its text is not complete.")
 
-    def _chunk(self, data: str) -> ChunkT | Exception:
+    def _chunk(self, data: str) -> ChunkT:
         try:
             fields = json.loads(data)
-            if isinstance(fields, dict) and "error" in fields:
-                return from_event(fields["error"])
-            return self._kind.model_validate(fields)
+            if not (isinstance(fields, dict) and "error" in fields):
+                return self._kind.model_validate(fields)
         except ValueError as error:  # a ValidationError is one
-            return _no_such(self._kind, error)
+            raise _no_such(self._kind, error) from error
+        raise from_event(fields["error"])
+
+
+class OpenStream(Generic[ChunkT]):
+    """What both clients' streams hold."""
+
+    def __init__(self, response: httpx2.Response, kind: type[ChunkT], base_url: str) -> None:
+        self._response = response
+        self._reader = ChunkReader(kind)
+        self._base_url = base_url
+        self.request_id: str | None = response.headers.get("x-request-id")
 
 
 def _no_such(kind: type[BaseModel], error: ValueError) -> InvalidAnswerError:

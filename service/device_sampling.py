@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from service.messages import Proposal, Sampling
-from service.sampling import DraftDistribution, Stream, gumbel, is_greedy, shape, uniform
+from service.sampling import DraftDistribution, Stream, beside, gumbel, is_greedy, shape, uniform
 
 
 def fetched(found: Sequence[Tensor]) -> list[list[int]]:
@@ -76,17 +76,8 @@ def _reject_or_accept(
 ) -> Tensor:
     """Accepts x with min(1, p(x) / q(x)), else draws from the normalised (p - q)+ -> [2]."""
     x = proposal.token
-    p_x = log_p[x].exp().double()
-    if proposal.kind == "pdm":
-        if q is None:
-            raise ValueError(f"the proposal at position {position} came without its distribution")
-        q_x = q.probs.masked_fill(q.ids != x, 0.0).sum().double()
-        residual = log_p.exp().index_add(0, q.ids, q.probs, alpha=-1)
-        log_residual = residual.clamp_min(0).log()
-    else:  # q is 1 at x
-        q_x = torch.ones_like(p_x)
-        log_residual = log_p.masked_fill(ids == x, -math.inf)
-    accepted = uniform(key, Stream.ACCEPT, position) * q_x < p_x
+    q_x, log_residual = beside(log_p, ids, position, proposal, q)
+    accepted = uniform(key, Stream.ACCEPT, position) * q_x < log_p[x].exp().double()
     anything = (log_residual > -math.inf).any()  # else p equals q but for rounding
     log_residual = torch.where(anything, log_residual, log_p)
     drawn = _drawn(log_residual, ids, key, Stream.RESIDUAL, position)

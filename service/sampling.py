@@ -199,6 +199,22 @@ def verify(
     return _reject_or_accept(log_p, ids, sampling.key, position, proposal, q)
 
 
+def beside(
+    log_p: Tensor, ids: Tensor, position: int, proposal: Proposal, q: DraftDistribution | None
+) -> tuple[Tensor, Tensor]:
+    """What a proposal's q leaves of p [V]: q at the token, [] float64, and log (p - q)+ [V], not
+    normalised. Waits for no device."""
+    x = proposal.token
+    if proposal.kind == "point":  # q is 1 at x, so (p - q)+ is p without x
+        one = torch.ones((), dtype=torch.float64, device=log_p.device)
+        return one, log_p.masked_fill(ids == x, -math.inf)
+    if q is None:
+        raise ValueError(f"the proposal at position {position} came without its distribution")
+    q_x = q.probs.masked_fill(q.ids != x, 0.0).sum().double()
+    residual = log_p.exp().index_add(0, q.ids, q.probs, alpha=-1)
+    return q_x, residual.clamp_min(0).log()
+
+
 def _reject_or_accept(
     log_p: Tensor,
     ids: Tensor,
@@ -209,18 +225,8 @@ def _reject_or_accept(
 ) -> tuple[int, bool]:
     """Accepts x with min(1, p(x) / q(x)), else draws from the normalised (p - q)+."""
     x = proposal.token
-    p_x = float(log_p[x].exp())
-    if proposal.kind == "pdm":
-        if q is None:
-            raise ValueError(f"the proposal at position {position} came without its distribution")
-        q_x = float(q.probs[q.ids == x].sum())
-        residual = log_p.exp()
-        residual[q.ids] -= q.probs
-        log_residual = residual.clamp_min(0).log()
-    else:  # q is 1 at x, so (p - q)+ is p without x
-        q_x = 1.0
-        log_residual = log_p.index_fill(0, torch.tensor([x], device=log_p.device), -math.inf)
-    if uniform(key, Stream.ACCEPT, position) * q_x < p_x:
+    q_x, log_residual = beside(log_p, ids, position, proposal, q)
+    if uniform(key, Stream.ACCEPT, position) * float(q_x) < float(log_p[x].exp()):
         return x, True
     if not bool((log_residual > -math.inf).any()):  # p equals q but for rounding
         log_residual = log_p
