@@ -345,6 +345,24 @@ def test_ctrl_c_stops_the_answer(terminal: Terminal, url: str, pipeline: FakePip
     terminal.wait_for("exit code 0")
 
 
+def test_typing_ahead(terminal: Terminal, url: str, pipeline: FakePipeline) -> None:
+    """While an answer comes: it waits, Enter too, and is not drawn into the answer."""
+    gate = Gate()
+    pipeline.play([Delta(0, "begun"), gate, *text("")], text("again"))
+    terminal.start(*SPD_CHAT, "--url", url)
+    terminal.wait_for("no answers yet")
+    terminal.type("one", "Enter")
+    terminal.wait_for("begun")
+    terminal.type("two", "Enter")
+    gate.open()
+    screen = terminal.wait_for("again", "turn 3")
+    assert screen.index("begun") < screen.index("> two")
+    assert screen.count("two") == 1
+    assert prompts(pipeline)[1] == "<user>one<assistant>begun<user>two"
+    terminal.type("/quit", "Enter")
+    terminal.wait_for("exit code 0")
+
+
 def test_a_server_that_is_started_anew(terminal: Terminal) -> None:
     """Errors are one line, and the conversation goes on."""
     pipeline, port = FakePipeline(), free_port()

@@ -1,8 +1,9 @@
 """The chat on a terminal, by prompt_toolkit and rich."""
 
+import sys
 import time
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -24,6 +25,11 @@ def chat(session: Session) -> int:
     console = Console(highlight=False)
     prompt: PromptSession[str] = PromptSession(multiline=True, key_bindings=_keys())
     console.print(Text(harmless(_greeting(session)), style="dim"))
+    with typing_ahead():
+        return _turns(session, prompt, console)
+
+
+def _turns(session: Session, prompt: PromptSession[str], console: Console) -> int:
     while True:
         try:
             said = prompt.prompt("> ", bottom_toolbar=lambda: _status(session))
@@ -35,6 +41,30 @@ def chat(session: Session) -> int:
             return 0
         except ClientError as error:
             console.print(Text(harmless(str(error)), style="red"))
+
+
+@contextmanager
+def typing_ahead() -> Iterator[None]:
+    """What is typed while an answer comes waits for the next prompt as it was typed.
+
+    Between prompts a terminal would make Ctrl-J of Enter, which begins a new line here, and write
+    the keys into the answer.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import termios
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    changed = termios.tcgetattr(descriptor)
+    changed[0] &= ~termios.ICRNL
+    changed[3] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def _take(session: Session, said: str, console: Console) -> None:
