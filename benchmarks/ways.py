@@ -1,6 +1,6 @@
 """The ways to decode that `benchmarks.chat` sets against each other."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["engine", "http", "transformers", "llama.cpp"]
@@ -16,8 +16,29 @@ class Way:
     threads: int = 1  # of transformers and llama.cpp
     lookup: bool = False  # transformers' prompt lookup
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def uses_ray(self) -> bool:
+        return self.kind == "http" or (self.kind == "engine" and self._pipeline["graph"] == "ray")
+
+    @property
+    def stages(self) -> int:
+        """Of an engine."""
+        return int(self._pipeline["stages"])
+
+    @property
+    def speculates(self) -> bool:
+        return self.kind == "engine" and self.settings["drafter"]["kind"] != "off"
+
+    def is_baseline_of(self, other: "Way") -> bool:
+        """Whether it is the other one's plain form: one stage, the same precision."""
+        if not self.kind == other.kind == "engine" or self.stages > 1 or self.speculates:
+            return False
+        return bool(self.settings["weights"] == other.settings["weights"])
+
+    @property
+    def _pipeline(self) -> dict[str, Any]:
+        pipeline: dict[str, Any] = self.settings["pipeline"]
+        return pipeline
 
 
 def deployment(
@@ -33,29 +54,27 @@ def deployment(
 
 
 def all_ways(model: str, cores: int) -> list[Way]:
-    """Every way, the headline's baseline first."""
-    threads = sorted({1, cores})
-    ways = [_engine(model, 1, "off", "local")]
-    for n in (2, 3):
-        for drafter in ("off", "lookup+pdm"):
-            ways += [_engine(model, n, drafter, graph) for graph in ("local", "ray")]
-    ways += [
+    """Every way: the headline's baseline, what is set against it, and then the rest."""
+    spd, http = "lookup+pdm", "HTTP, "
+    baseline = _engine(model, 1, "off", "local")
+    ways = [
+        baseline,
+        _engine(model, 2, "off", "local"),
+        local := _engine(model, 2, spd, "local"),
         _engine(model, 1, "off", "local", "int8"),
-        _engine(model, 2, "lookup+pdm", "local", "int8"),
+        _engine(model, 2, spd, "local", "int8"),
+        ray := _engine(model, 2, spd, "ray"),
+        *(_engine(model, 3, drafter, "local") for drafter in ("off", spd)),
+        _engine(model, 3, spd, "ray"),
     ]
-    ways += [_engine(model, 2, "lookup+pdm", "ray", "int8")]
-    ways += [
-        Way(f"HTTP, {way.name}", "http", way.settings)
-        for way in ways
-        if way.name in ("n=1 off, local", "n=2 lookup+pdm, local", "n=2 lookup+pdm, ray")
-    ]
-    for t in threads:
-        ways.append(Way(f"transformers, {t} threads", "transformers", threads=t))
-        ways.append(
-            Way(f"transformers, lookup, {t} threads", "transformers", threads=t, lookup=True)
-        )
-    ways += [Way(f"llama.cpp, {t} threads", "llama.cpp", threads=t) for t in threads]
-    return ways
+    for t in sorted({1, cores}):
+        ways += [
+            Way(f"transformers, {t} threads", "transformers", threads=t),
+            Way(f"transformers, lookup, {t} threads", "transformers", threads=t, lookup=True),
+            Way(f"llama.cpp, {t} threads", "llama.cpp", threads=t),
+        ]
+    ways += [_engine(model, 2, "off", "ray")]
+    return ways + [Way(http + w.name, "http", w.settings) for w in (baseline, local, ray)]
 
 
 def _engine(model: str, stages: int, drafter: str, graph: str, weights: str | None = None) -> Way:

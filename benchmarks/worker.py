@@ -1,7 +1,8 @@
-"""Decodes some chats in one way and says what it took. A process of its own for each way, so that
-none finds another one's memory, threads or Ray. Started by `benchmarks.chat`."""
+"""Decodes chats in one way and says what they took. A process of its own for each way, so that none
+finds another one's memory, threads or Ray. Started by `benchmarks.chat`."""
 
 import json
+import os
 import queue
 import statistics
 import sys
@@ -9,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,6 +94,7 @@ class Cycles(NullRecorder):
         ]
         return {
             **medians,
+            "drafter mean": 1000 * statistics.mean(part[3] for part in self.parts),
             "overhead share": statistics.median(overhead),
             "accepted": self.acceptance(),
         }
@@ -217,37 +220,13 @@ def llama_cpp(task: Task) -> Talk:
     return talk
 
 
-def measure(task: Task) -> dict[str, Any]:
-    """All prompts one after another; a short one before them finds everything cold."""
-    tokenizer = Tokenizer.load(resolve_target(task.model))
-    prompts = read_data_sets([Path(p) for p in task.prompts], task.limit)
-    encoded = encode(prompts, tokenizer, MAX_LEN, task.max_tokens)
-    cycles = Cycles()
-    with ExitStack() as stack:
-        talk: Talk
-        if task.way.kind == "engine":
-            talk = engine(task, stack, cycles)
-        elif task.way.kind == "http":
-            talk = http(task, stack)
-        else:
-            talk = transformers(task) if task.way.kind == "transformers" else llama_cpp(task)
-        list(talk(encoded[0][:16], 8))
-        cycles.parts.clear()
-        cycles.answers.clear()
-        used = cpu_seconds()
-        chats = [_chat(talk, ids, task.max_tokens) for ids in encoded]
-        used = cpu_seconds() - used
-        memory = memory_bytes()
-    tokens = sum(len(c.tokens) for c in chats)
-    decoded = sum(c.decoded for c in chats)
-    return {
-        "tokens": [c.tokens for c in chats],
-        "tokens_per_s": decoded / sum(c.decode_s for c in chats),
-        "first_token_ms": 1000 * statistics.median(c.first_s for c in chats),
-        "cpu_s_per_token": used / tokens,
-        "memory_mib": memory / 2**20,
-        "cycle": cycles.medians_ms() if cycles.parts else None,
-    }
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of a worker's chats together."""
+
+    cpu_s: float
+    memory_mib: float
+    cycle: dict[str, float] | None  # see Cycles.medians_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,18 +245,32 @@ def _chat(talk: Talk, ids: Ids, most: int) -> Chat:
     return Chat(tokens, first[0] - began, last[0] - first[0], len(tokens) - len(first[1]))
 
 
-def main() -> None:
-    """`python -m benchmarks.worker TASK RESULT`: both are JSON files."""
-    read, written = Path(sys.argv[1]), Path(sys.argv[2])
-    fields = json.loads(read.read_text())
-    way = Way(**fields.pop("way"))
-    task = Task(way=way, **{**fields, "prompts": tuple(fields["prompts"])})
-    written.write_text(json.dumps(measure(task)))
-
-
-def task_json(task: Task) -> str:
-    return json.dumps(asdict(task))
-
-
-if __name__ == "__main__":
-    main()
+def work(task: Task, asks: Connection, log: str) -> None:
+    """Decodes the prompt of each number that comes, and answers with the chat; None ends it, and
+    the answer are the figures of the whole. What is printed goes to the file `log`."""
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    tokenizer = Tokenizer.load(resolve_target(task.model))
+    prompts = read_data_sets([Path(p) for p in task.prompts], task.limit)
+    encoded = encode(prompts, tokenizer, MAX_LEN, task.max_tokens)
+    cycles = Cycles()
+    with ExitStack() as stack:
+        talk: Talk
+        if task.way.kind == "engine":
+            talk = engine(task, stack, cycles)
+        elif task.way.kind == "http":
+            talk = http(task, stack)
+        else:
+            talk = transformers(task) if task.way.kind == "transformers" else llama_cpp(task)
+        list(talk(encoded[0][:16], 8))  # finds everything cold
+        cycles.parts.clear()
+        cycles.answers.clear()
+        asks.send(len(encoded))
+        used = 0.0
+        while (number := asks.recv()) is not None:
+            before = cpu_seconds()
+            asks.send(_chat(talk, encoded[number], task.max_tokens))
+            used += cpu_seconds() - before
+        memory = memory_bytes() / 2**20
+    asks.send(Figures(used, memory, cycles.medians_ms() if cycles.parts else None))
