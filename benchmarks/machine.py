@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -43,9 +44,14 @@ def cpu_seconds() -> float:
 
 
 def memory_bytes() -> int:
-    """Held by the family; pages that several of them share count once."""
+    """Held by the family."""
+    return held_bytes(family())
+
+
+def held_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Held by some processes; pages that several share count once among them."""
     held = 0
-    for process in family():
+    for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             held += process.memory_full_info().pss
     return held

@@ -7,9 +7,11 @@ import time
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.machine import about
 from clients import Client, ClientError
+from loadtest.memory import watched_memory
 from loadtest.report import Measured, write_report
 from loadtest.running import ROOT, run_scenario
 from loadtest.sample import write_samples
@@ -37,23 +39,33 @@ def _measured(options: argparse.Namespace, out: Path) -> list[Measured]:
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with ExitStack() as stack:
-        url, served = _server(options, stack)
-        facts = {**about(), "commit": _commit(), "server": served, **_of_server(url)}
+        server = _server(options, stack)
+        url = server.url
+        facts = {**about(), "commit": _commit(), "server": server.about, **_of_server(url)}
         measured = []
         for file, scenario, prompts in scenarios:
-            samples = run_scenario(scenario, prompts, url, _say)
+            with watched_memory(server.process) as memory:
+                samples = run_scenario(scenario, prompts, url, _say)
             (lines := out / f"{scenario.name}.jsonl").unlink(missing_ok=True)
             write_samples(samples, lines)
-            measured.append(Measured(scenario, file.read_text(), samples))
+            measured.append(Measured(scenario, file.read_text(), samples, memory))
     facts["took"] = f"{time.monotonic() - begun:.0f} s, to {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     write_report(measured, facts, out)
     return measured
 
 
-def _server(options: argparse.Namespace, stack: ExitStack) -> tuple[str, str]:
-    """The URL of the server to load, and what it is. Raises ScenarioError if it does not start."""
+class Server(NamedTuple):
+    """The server to load. `process`: its first one, if it was started here."""
+
+    url: str
+    about: str
+    process: int | None = None
+
+
+def _server(options: argparse.Namespace, stack: ExitStack) -> Server:
+    """Raises ScenarioError if it does not start."""
     if options.url:
-        return options.url, options.url
+        return Server(options.url, options.url)
     # Starts it on a free port, and ends all that it has started.
     from tests.serving import serve
 
@@ -64,7 +76,8 @@ def _server(options: argparse.Namespace, stack: ExitStack) -> tuple[str, str]:
         served = stack.enter_context(serve(BUILD / "server.log", text=text))
     except (AssertionError, OSError) as error:
         raise ScenarioError(f"{options.deployment} can't be served: {error}") from None
-    return served.url, f"{options.deployment.name} of this commit, on this machine"
+    what = f"{options.deployment.name} of this commit, on this machine"
+    return Server(served.url, what, served.process.pid)
 
 
 def _of_server(url: str) -> dict[str, str]:

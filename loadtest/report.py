@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from loadtest.figures import PERCENTS, Figures, Spread, figures
+from loadtest.memory import Memory, by_time
 from loadtest.sample import Sample
 from loadtest.scenario import Scenario
 from service.presentation import blank_figure
@@ -36,11 +37,18 @@ SHOWN: dict[str, Callable[[Sample], Sequence[float | None]]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A scenario, its YAML, and what came of it."""
+    """A scenario, its YAML, and what came of it; the server's memory if it was started for it."""
 
     scenario: Scenario
     text: str
     samples: Sequence[Sample]
+    memory: Sequence[Memory] = ()
+
+    def tables(self) -> list["Table"]:
+        found = self.figures()
+        tables = [rates(found), latencies(found)]
+        held = by_time(self.memory)
+        return [*tables, memory(held)] if held else tables
 
     def figures(self) -> list[Figures]:
         return [
@@ -114,6 +122,14 @@ def rates(found: Sequence[Figures]) -> Table:
     return Table(headings, rows)
 
 
+def memory(held: Sequence[tuple[str, Sequence[float]]]) -> Table:
+    """A row for each kind of process, a column for each part of the time."""
+    parts = len(held[0][1])
+    headings = [f"{100 * k // parts} to {100 * (k + 1) // parts} %" for k in range(parts)]
+    rows = [[kind, *(f"{mib:.0f}" for mib in medians)] for kind, medians in held]
+    return Table(["MiB of the server, by time", *headings], rows)
+
+
 def draw(measured: Measured, file: Path) -> None:
     """The share of requests that were served within a time, for each latency and variant."""
     figure = blank_figure(file, (12, 3.6))
@@ -166,12 +182,10 @@ def _goal(scenario: Scenario) -> str:
 def _markdown(measured: Sequence[Measured], about: Mapping[str, str]) -> str:
     parts = ["# Load test", "\n".join(f"* {name}: {text}" for name, text in about.items())]
     for each in measured:
-        found = each.figures()
         parts += [
             f"## {each.scenario.name}",
             f"{each.scenario.about} {_goal(each.scenario)}",
-            rates(found).markdown(),
-            latencies(found).markdown(),
+            *(table.markdown() for table in each.tables()),
             f"![shares of requests within a time]({each.scenario.name}.png)",
             f"```yaml\n{each.text.strip()}\n```",
         ]
@@ -184,11 +198,11 @@ def _page(measured: Sequence[Measured], about: Mapping[str, str], folder: Path) 
     )
     body = f"<h1>Load test</h1><ul>{facts}</ul>"
     for each in measured:
-        found, name = each.figures(), each.scenario.name
+        name = each.scenario.name
         picture = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
         body += (
             f"<h2>{name}</h2><p>{html.escape(each.scenario.about)} {_goal(each.scenario)}</p>"
-            f"{rates(found).html()}{latencies(found).html()}"
+            f"{''.join(table.html() for table in each.tables())}"
             f'<img alt="shares of requests within a time" src="data:image/png;base64,{picture}">'
             f"<pre>{html.escape(each.text.strip())}</pre>"
         )

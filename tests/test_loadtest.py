@@ -2,11 +2,13 @@
 
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import yaml
@@ -14,7 +16,8 @@ import yaml
 from loadtest.__main__ import main
 from loadtest.block import Block
 from loadtest.figures import figures, is_good, spread
-from loadtest.report import latencies, rates
+from loadtest.memory import PARTS, by_time, watched_memory
+from loadtest.report import latencies, memory, rates
 from loadtest.running import run_scenario, send_block, turns
 from loadtest.sample import Sample, read_samples, write_samples
 from loadtest.scenario import Goal, Load, Scenario, ScenarioError, planned, read_scenario
@@ -308,6 +311,35 @@ def test_it_starts_a_server(
 ) -> None:
     command("--out", str(tmp_path))
     assert "| as served | 4 | 0 | 0 | 0 |" in (tmp_path / "README.md").read_text()
+
+
+def test_memory_by_time() -> None:
+    """Medians of equal parts; a process that comes later held nothing before."""
+    readings = [{"a": 10.0} for _ in range(PARTS)] + [{"a": 30.0, "b": 5.0} for _ in range(PARTS)]
+    early, late = PARTS // 2, PARTS - PARTS // 2
+    assert by_time(readings) == [
+        ("a", [10.0] * early + [30.0] * late),
+        ("b", [0.0] * early + [5.0] * late),
+        ("all", [10.0] * early + [35.0] * late),
+    ]
+    assert by_time(readings[: PARTS - 1]) == []
+    assert memory(by_time(readings)).rows[-1] == ["all", *["10"] * early, *["35"] * late]
+
+
+def test_memory_of_a_process() -> None:
+    """What it has started counts with it."""
+    code = "import subprocess, sys; print(1); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    child = "held = b'1' * 60_000_000; print(2, flush=True); input()"
+    command = [sys.executable, "-uc", code, child]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert [process.stdout.readline(), process.stdout.readline()] == ["1\n", "2\n"]
+        with watched_memory(process.pid, period_s=60) as readings:
+            pass
+        process.communicate("\n")
+    assert readings[0].keys() == {"others"}
+    assert 60 < readings[0]["others"] < 200
+    with watched_memory(None) as readings:
+        assert readings == []
 
 
 def test_load_of_no_loop() -> None:
