@@ -55,7 +55,7 @@ load-results: setup ## The published load test, under 8 minutes; wants a quiet m
 	$(BIN)/python -m loadtest $(addprefix loadtest/scenarios/,one-chat.yaml four-chats.yaml overload.yaml) \
 	  --out loadtest/results/$$(date -u +%Y-%m-%d)
 
-chaos: setup ## Faults under load, and what becomes of the streams (about 15 minutes)
+chaos: setup ## Faults under load, and what becomes of the streams (about 20 minutes)
 	$(BIN)/python -m tests.chaos
 
 check: $(STAMP) ## Lint, formatting and types

@@ -17,6 +17,8 @@ from tests.serving import Served, serve, wait_until_ready
 from tests.toys import toy_chat_target
 
 WATCHDOG_S = 8.0
+PROCESS = "process_actor"  # in the command of those that `graph: local` starts
+ACTORS = {"ray": "DrafterActor", "local": PROCESS}  # a graph's last ones
 # What `serve deploy` asks of the dashboard, which `serve run` does not start.
 DEPLOY = """
 import sys, ray, yaml
@@ -34,7 +36,7 @@ def make_toy(folder: Path, default_model: Path) -> Path:
 
 @contextmanager
 def deployment(
-    log: Path, target: Path, *, replicas: int = 1, **limits: Any
+    log: Path, target: Path, *, replicas: int = 1, graph: str = "ray", **limits: Any
 ) -> Iterator["Deployment"]:
     orders = log.parent / "orders"
     orders.mkdir(exist_ok=True)
@@ -42,6 +44,7 @@ def deployment(
         "model": str(target),
         "served_model_name": MODEL,
         "pipeline": {
+            "graph": graph,
             "replicas": replicas,
             "stages": 2,
             "slots": 8,
@@ -53,14 +56,15 @@ def deployment(
         "limits": {"max_restarts": 1000, **limits},
     }
     with serve(log, args, import_path="tests.chaos.app:build", SPD_CHAOS=str(orders)) as served:
-        yield Deployment(served, orders)
+        yield Deployment(served, orders, ACTORS[graph])
 
 
 class Deployment:
     """A running deployment whose processes can be found."""
 
-    def __init__(self, served: Served, orders: Path) -> None:
+    def __init__(self, served: Served, orders: Path, last_actor: str) -> None:
         self.served, self.url, self._orders = served, served.url, orders
+        self._last_actor = last_actor
 
     def pids(self, title: str) -> list[int]:
         """The processes of this deployment with a title, such as `StageActor`, oldest first."""
@@ -70,7 +74,7 @@ class Deployment:
             try:
                 if mark in environ.read_bytes():
                     command = (environ.parent / "cmdline").read_text()
-                    if command.startswith("ray::") and title in command:
+                    if title in command and (command.startswith("ray::") or PROCESS in command):
                         found.append(int(environ.parent.name))
             except OSError:
                 continue
@@ -99,7 +103,7 @@ class Deployment:
         deadline = time.monotonic() + most
         while time.monotonic() < deadline:
             if len(self.pids("ServeReplica:spd:Pipeline")) == replicas and (
-                len(self.pids("DrafterActor")) == replicas
+                len(self.pids(self._last_actor)) >= replicas
             ):
                 break
             time.sleep(0.2)

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.chaos.deployment import WATCHDOG_S, Deployment
+from tests.chaos.deployment import PROCESS, WATCHDOG_S, Deployment
 
 STAGE, PDM, REPLICA = "StageActor", "DrafterActor", "ServeReplica:spd:Pipeline"
 
@@ -29,7 +29,7 @@ def _raise(place: str, text: str = "chaos", *, restarts: bool = True) -> Fault:
     return Fault(f"{place} {what}", lambda d: d.order(place, text), restarts=restarts)
 
 
-FAULTS = (
+RAY_FAULTS = (
     _signal("first stage", STAGE, 0, signal.SIGKILL),
     _signal("last stage", STAGE, -1, signal.SIGKILL),
     _signal("PDM", PDM, 0, signal.SIGKILL),
@@ -43,3 +43,14 @@ FAULTS = (
     _signal("last stage", STAGE, -1, signal.SIGSTOP),
     _signal("PDM", PDM, 0, signal.SIGSTOP),
 )
+
+# Of the processes of `graph: local`; on two cores the last one drafts too.
+LOCAL_FAULTS = (
+    _signal("first stage", PROCESS, 0, signal.SIGKILL),
+    _signal("last stage", PROCESS, -1, signal.SIGKILL),
+    _signal("replica", REPLICA, 0, signal.SIGKILL),
+    _signal("first stage", PROCESS, 0, signal.SIGSTOP),
+    _signal("last stage", PROCESS, -1, signal.SIGSTOP),
+)
+
+FAULTS = {"ray": RAY_FAULTS, "local": LOCAL_FAULTS}  # by graph

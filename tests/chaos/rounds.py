@@ -23,6 +23,7 @@ class Round:
     """What one fault did. Seconds of pause are those of the streams that felt it; `stall` is how
     long this process itself stood still, through no fault of the server's."""
 
+    graph: str
     fault: str
     replicas: int
     running: int
@@ -41,7 +42,13 @@ class Round:
 
 
 def play(
-    deployment: Deployment, fault: Fault, wanted: Sequence[Stream], replicas: int, seed: int
+    deployment: Deployment,
+    fault: Fault,
+    wanted: Sequence[Stream],
+    *,
+    graph: str,
+    replicas: int,
+    seed: int,
 ) -> Round:
     chance = random.Random(f"{fault.name} {replicas} {seed}")
     streams = [
@@ -64,6 +71,7 @@ def play(
         if (difference := a.difference(b)) is not None
     ]
     return Round(
+        graph=graph,
         fault=fault.name,
         replicas=replicas,
         running=running,
