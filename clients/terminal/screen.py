@@ -47,8 +47,8 @@ def _turns(session: Session, prompt: PromptSession[str], console: Console) -> in
 def typing_ahead() -> Iterator[None]:
     """What is typed while an answer comes waits for the next prompt as it was typed.
 
-    Between prompts a terminal would make Ctrl-J of Enter, which begins a new line here, and write
-    the keys into the answer.
+    Between prompts a terminal would make Ctrl-J of Enter, which begins a new line here, an end of
+    the input of Ctrl-D, which nobody reads, and write the keys into the answer.
     """
     if sys.platform == "win32":
         yield
@@ -59,7 +59,7 @@ def typing_ahead() -> Iterator[None]:
     before = termios.tcgetattr(descriptor)
     changed = termios.tcgetattr(descriptor)
     changed[0] &= ~termios.ICRNL
-    changed[3] &= ~termios.ECHO
+    changed[3] &= ~(termios.ECHO | termios.ICANON)  # but Ctrl-C stays a signal
     termios.tcsetattr(descriptor, termios.TCSANOW, changed)
     try:
         yield
