@@ -11,6 +11,7 @@ import pytest
 # spinning, at 0: on two cores the actors would share one.
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # toys are slower with more
 
 from service.default_model import prepare_default_model
 

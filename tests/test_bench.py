@@ -86,6 +86,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_a_run(tmp_path: Path, default_model: Path) -> None:
     toy = toy_chat_target(tmp_path / "toy", default_model, layers=2, max_position_embeddings=4096)
     file = tmp_path / "figures.json"

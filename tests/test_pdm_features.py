@@ -45,6 +45,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 Cut = tuple[int, ...]
 CUTS: list[Cut] = [(3, 3), (5, 1), (1, 5), (2, 2, 2), (1, 2, 3), (4, 1, 1), (2, 1, 1, 1, 1)]
+FEW = [(5, 1), (1, 2, 3), (2, 1, 1, 1, 1)]  # the rest is for test-full
 # Default anchors, every hidden state, and one that leaves gaps (a type for several depths, and
 # types that no depth reaches).
 ANCHORS: dict[str, tuple[int, ...] | None] = {
@@ -310,7 +311,9 @@ def observe(
 # --- tests --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(
+    "cut", [pytest.param(c, marks=[] if c in FEW else pytest.mark.full) for c in CUTS], ids=str
+)
 @pytest.mark.parametrize("drafter", ["pdm", "wrong", "random"])
 def test_rows_and_logits(llama: Target, tmp_path: Path, cut: Cut, drafter: str) -> None:
     """Three sequences with prompts in chunks, and rejections in between. Drafts are asked for
@@ -353,7 +356,9 @@ def test_deeper_pdms(llama: Target, tmp_path: Path, cut: Cut, layers: int) -> No
 
 
 @pytest.mark.parametrize("cut", [(3, 3), (1, 2, 3), (2, 1, 1, 1, 1)], ids=str)
-@pytest.mark.parametrize("previous", [1, 2, 5, 7])
+@pytest.mark.parametrize(
+    "previous", [1, 5, *(pytest.param(j, marks=pytest.mark.full) for j in (2, 7))]
+)
 @pytest.mark.parametrize("chunk", [2, 8])
 def test_previous_rows(llama: Target, tmp_path: Path, cut: Cut, previous: int, chunk: int) -> None:
     """The newest row's extra input, from rows in flight and from those that have left."""

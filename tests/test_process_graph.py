@@ -88,7 +88,7 @@ def test_the_same_text_and_counts_as_the_local_graph(
     assert not any(process.is_running() for process in started)
 
 
-@pytest.mark.parametrize("name", ["graph", "crowded"])
+@pytest.mark.parametrize("name", ["graph", pytest.param("crowded", marks=pytest.mark.full)])
 def test_looking_after_it(toy: Blueprint, name: str, request: pytest.FixtureRequest) -> None:
     """What is in the slots, whether all live, and an end at once."""
     graph = request.getfixturevalue(name)

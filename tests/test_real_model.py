@@ -171,7 +171,7 @@ def cases(count: int, every_day: dict[tuple[int, str], int]):
     return pytest.mark.parametrize(("pipeline", "i"), values, indirect=["pipeline"])
 
 
-@cases(len(CHATS) + len(TEXTS), every_day={(2, "ray"): 1})
+@cases(len(CHATS) + len(TEXTS), every_day={(2, "local"): 1})
 def test_greedy_text_is_plain_greedy_text(model, prompts, expected, pipeline, i) -> None:
     """With every drafter the same text, and the cycles that theory says."""
     prompt, n, decoded = prompts[i], pipeline.n, TOKENS - 1
@@ -251,7 +251,7 @@ def test_penalties_and_bias_are_those_of_transformers(model, prompts, pipeline, 
         assert stats.drafted > 0
 
 
-@cases(1, every_day={(2, "ray"): 1})
+@cases(1, every_day={(2, "local"): 1})
 def test_log_probabilities_are_those_of_transformers(model, prompts, pipeline, i) -> None:
     """Of a prompt and its answer, drawn with a temperature that they do not know of."""
     prompt = prompts[i]
@@ -281,7 +281,7 @@ def test_log_probabilities_are_those_of_transformers(model, prompts, pipeline, i
             )
 
 
-@cases(1, every_day={(2, "ray"): 1})
+@cases(1, every_day={(2, "local"): 1})
 def test_a_conversation_goes_on_where_it_ended(model, prompts, pipeline, i) -> None:
     """Its second turn is what it would be in an empty pipeline; so is a branch of the first."""
     prompt = prompts[i + 1]
@@ -295,7 +295,7 @@ def test_a_conversation_goes_on_where_it_ended(model, prompts, pipeline, i) -> N
     assert made.stats["1"].cached + made.stats["2"].cached > len(prompt)
 
 
-@cases(1, every_day={(2, "ray"): 1})
+@cases(1, every_day={(2, "local"): 1})
 def test_a_grammar_under_speculation(model, prompts, pipeline, i) -> None:  # noqa: ARG001
     """Constrained text is valid, the same with every drafter, and drafted well."""
     schema = {
@@ -323,7 +323,7 @@ def test_a_grammar_under_speculation(model, prompts, pipeline, i) -> None:  # no
     assert stats.accepted / stats.decoded > 0.5
 
 
-@cases(1, every_day={(2, "ray"): 1})
+@cases(1, every_day={(2, "local"): 1})
 def test_stages_hold_their_own_layers_alone(pipeline, i) -> None:  # noqa: ARG001
     """By number of parameters: nothing of another stage is in an actor's memory."""
     layer, head, norm = 3_540_096, VOCABULARY * 576, 576

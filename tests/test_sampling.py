@@ -747,14 +747,14 @@ def echo(tokens: Sequence[int]) -> int | None:
 @pytest.mark.parametrize(
     ("drafter", "how"),
     [
-        ("off", "shaped"),
         ("point", "plain"),
-        ("untrained pdm", "plain"),
         ("pdm", "plain"),
-        ("pdm", "shaped"),
         ("point and pdm", "shaped"),
-        ("off", "penalised"),
         ("point and pdm", "penalised"),
+        pytest.param("off", "shaped", marks=pytest.mark.full),
+        pytest.param("off", "penalised", marks=pytest.mark.full),
+        pytest.param("untrained pdm", "plain", marks=pytest.mark.full),
+        pytest.param("pdm", "shaped", marks=pytest.mark.full),
     ],
 )
 def test_the_engines_distribution(

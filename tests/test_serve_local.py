@@ -2,11 +2,13 @@
 runs already, as that of tests/test_serve.py does until its last test."""
 
 import httpx
+import pytest
 
 from tests.serving import serve
 from tests.test_serve import FRANCE, PARIS
 
 
+@pytest.mark.full
 def test_a_folder_in_one_process_without_token_authentication(tmp_path, default_model) -> None:
     """`model` is a Hugging Face folder here, under a name of its own; the graph is threads."""
     args = {
