@@ -39,7 +39,7 @@ def chosen(options: argparse.Namespace) -> list[Way]:
     """The ways that are asked for and can be had, the baseline always."""
     baseline, *ways = all_ways(options.model, os.cpu_count() or 1)
     if options.only:
-        ways = [way for way in ways if any(part in way.name for part in options.only)]
+        ways = [way for way in ways if way.name.startswith(tuple(options.only))]
     if options.gguf is None or importlib.util.find_spec("llama_cpp") is None:
         left_out = [way for way in ways if way.kind == "llama.cpp"]
         ways = [way for way in ways if way.kind != "llama.cpp"]
@@ -83,7 +83,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is taken")
     parser.add_argument("--together", type=int, default=6, help="ways that stand ready at a time")
-    parser.add_argument("--only", nargs="+", help="ways whose names contain one of these")
+    parser.add_argument("--only", nargs="+", help="ways whose names begin so")
     parser.add_argument("--gguf", type=Path, help="the model for llama.cpp")
     parser.add_argument("--json", type=Path, help="writes all figures to this file")
     return parser.parse_args()

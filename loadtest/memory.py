@@ -51,9 +51,11 @@ def _reading(root: psutil.Process) -> Memory:
 
 
 def _kind(process: psutil.Process) -> str:
-    """Actors by their class; Ray's own processes together."""
-    found = re.match(r"ray::([\w:]+)", process.cmdline()[0])
-    return found[1] if found else "others"
+    """Actors by their class, stages of the local graph together, other programs by their names."""
+    command = " ".join(process.cmdline())
+    if found := re.match(r"ray::([\w:]+)", command):
+        return found[1]
+    return "stage processes" if "process_actor" in command else process.name()
 
 
 def by_time(readings: Sequence[Memory]) -> list[tuple[str, list[float]]]:

@@ -239,6 +239,7 @@ def test_a_failed_graph_ends_every_request(bench: Bench) -> None:
     for name in "abc":
         assert bench.next(name) == Failure("the pipeline has failed: stage 1 died")
     assert bench.graph.closed.wait(30)
+    assert bench.graph.killed.is_set()  # and not asked to end
     assert not bench.engine.alive
     assert bench.engine.failure == "stage 1 died"
     bench.submit("late")

@@ -125,6 +125,8 @@ class Engine:
         except Exception as error:
             self._fail(error)
         try:
+            if self.failure is not None:
+                graph.kill()  # requests come here until this replica has ended
             graph.close()
         except Exception:
             log.exception("the graph could not be closed")
