@@ -39,7 +39,7 @@ $(EXAMPLES): clients/examples/package.json
 	  npm --prefix clients/examples install --no-package-lock --no-audit --no-fund --silent \
 	    && touch $@ || echo "The Node example is not tested: npm install failed"; fi
 
-test: setup $(EXAMPLES) ## Run the tests, as CI does (under 15 minutes)
+test: setup $(EXAMPLES) ## Run the tests, as CI does (16 minutes on two cores)
 	$(BIN)/python -m pytest -m "not full"
 
 test-full: setup $(EXAMPLES) ## Run all tests, the whole matrices on the real model too
