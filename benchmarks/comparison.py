@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.ways import Way
 from benchmarks.worker import Chat, Figures, Task, work
 from service.emulation.results import theoretical_speed_up
@@ -60,22 +62,26 @@ class Worker:
         return count
 
     def chat(self, number: int) -> None:
-        self._asks.send(number)
+        self._ask(number)
         self._chats.append(self._answer(CHAT_S))
 
+    def end(self) -> Result:
+        self._ask(None)
+        figures = self._answer(END_S)
+        self._process.join(END_S)
+        return Result(self.way, self._chats, figures)
+
+    def _ask(self, number: int | None) -> None:
+        with suppress(OSError):  # it has died, which its answer tells
+            self._asks.send(number)
+
     def _answer(self, most_s: float) -> Any:
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):
             if self._asks.poll(most_s):
                 return self._asks.recv()
         self._process.kill()
         said = self._log.read_text(errors="replace") if self._log.exists() else ""
         raise WorkerError(f"{self.way.name} failed:\n{said[-2000:]}")
-
-    def end(self) -> Result:
-        self._asks.send(None)
-        figures = self._answer(END_S)
-        self._process.join(END_S)
-        return Result(self.way, self._chats, figures)
 
     def kill(self) -> None:
         """Whatever it does; after its end, nothing."""
@@ -107,9 +113,14 @@ def take_turns(workers: Sequence[Worker], rounds: int) -> None:
 
 
 def ratios(result: Result, baseline: Result) -> list[float]:
-    """How many times as fast it was at each prompt."""
+    """How many times as fast it was at each prompt; one whose answer is a single token says
+    nothing."""
     pairs = zip(result.chats, baseline.chats, strict=True)
-    return [(b.decode_s / b.decoded) / (a.decode_s / a.decoded) for a, b in pairs]
+    return [
+        (b.decode_s / b.decoded) / (a.decode_s / a.decoded)
+        for a, b in pairs
+        if a.decoded and b.decoded
+    ]
 
 
 def allowed(found: Result, baseline: Result) -> float | None:
@@ -124,21 +135,25 @@ def allowed(found: Result, baseline: Result) -> float | None:
     return in_theory / found.way.stages * whole / cycle
 
 
+def _with_groups(
+    measured: Sequence[Sequence[Result]],
+) -> Iterator[tuple[Result, Sequence[Result]]]:
+    """Each way and those it took turns with; the baseline, which is in all groups, once."""
+    for group in measured:
+        for found in group if group is measured[0] else group[1:]:
+            yield found, group
+
+
 def table(measured: Sequence[Sequence[Result]]) -> list[str]:
     """A line for each way."""
-    rows = []
-    for group in measured:
-        for found in group:
-            if found is not group[0] or group is measured[0]:
-                rows.append(_row(found, group[0]))
+    rows = [_row(found, group[0]) for found, group in _with_groups(measured)]
     names = ["way", "tokens/s", f"of {measured[0][0].way.name}", "middle half", "first token ms",
              "CPU ms/token", "MiB", "same text"]  # fmt: skip
     return aligned(names, rows, texts=("way",))
 
 
 def _row(found: Result, baseline: Result) -> list[str]:
-    all_ratios = ratios(found, baseline)
-    low, middle, high = statistics.quantiles(all_ratios, n=4, method="inclusive")
+    low, middle, high = np.percentile(ratios(found, baseline), [25, 50, 75])
     tokens = sum(len(chat.tokens) for chat in found.chats)
     equal = sum(a.tokens == b.tokens for a, b in zip(found.chats, baseline.chats, strict=True))
     return [
@@ -156,11 +171,9 @@ def _row(found: Result, baseline: Result) -> list[str]:
 def cycles_table(measured: Sequence[Sequence[Result]]) -> list[str]:
     """What a cycle is made of, in ms; the share of neither slowest stage nor drafter; and how much
     of what the accepted drafts allow is reached."""
-    rows = []
-    for group in measured:
-        for found in group:
-            if found.figures.cycle and (found is not group[0] or group is measured[0]):
-                rows.append(_cycle_row(found, group))
+    rows = [
+        _cycle_row(found, group) for found, group in _with_groups(measured) if found.figures.cycle
+    ]
     names = ["way", "cycle ms", "graph ms", "slowest stage ms", "drafter ms", "overhead",
              "accepted", "of its plain form", "allowed", "reached"]  # fmt: skip
     return aligned(names, rows, texts=("way",)) if rows else []

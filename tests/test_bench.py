@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comparison import Result, allowed, groups, ratios
+from benchmarks.comparison import Result, allowed, groups, ratios, table
 from benchmarks.ways import all_ways
 from benchmarks.worker import Chat, Figures
 from tests.toys import toy_chat_target
@@ -46,6 +46,27 @@ def test_ratios_are_of_the_same_prompt() -> None:
     assert ratios(
         result("n=2 lookup+pdm, local", 20, 50), result(BASELINE.name, 40, 40)
     ) == pytest.approx([2, 0.8])
+
+
+def test_an_answer_of_one_token_says_nothing() -> None:
+    plain, fast = result(BASELINE.name, 40, 40), result("n=2 lookup+pdm, local", 20, 50)
+    fast.chats[1] = Chat([1], 0.1, 0.0, 0)
+    assert ratios(fast, plain) == pytest.approx([2])
+
+
+def test_tables_of_one_prompt() -> None:
+    """The baseline stands in the first group alone."""
+    groups_of_two = [
+        [result(BASELINE.name, 40), result(name, 20)]
+        for name in ("n=2 off, local", "transformers, 1 threads")
+    ]
+    rows = table(groups_of_two)[2:]
+    assert [row.split("  ")[0] for row in rows] == [
+        BASELINE.name,
+        "n=2 off, local",
+        "transformers, 1 threads",
+    ]
+    assert ["2.00 to 2.00" in row for row in rows] == [False, True, True]
 
 
 def cycles(**figures: float) -> dict[str, float]:
