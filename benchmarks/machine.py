@@ -27,10 +27,10 @@ def about() -> dict[str, str]:
     }
 
 
-def family() -> list[psutil.Process]:
-    """This process and all that it has started, Ray's among them."""
-    me = psutil.Process()
-    return [me, *me.children(recursive=True)]
+def family(pid: int | None = None) -> list[psutil.Process]:
+    """A process, by default this one, and all that it has started, Ray's among them."""
+    first = psutil.Process(pid)
+    return [first, *first.children(recursive=True)]
 
 
 def cpu_seconds() -> float:

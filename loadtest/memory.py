@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from benchmarks.machine import held_bytes
+from benchmarks.machine import family, held_bytes
 
 PERIOD_S = 5.0
 PARTS = 6  # of a scenario's time, for the table
@@ -25,12 +25,11 @@ def watched_memory(server: int | None, period_s: float = PERIOD_S) -> Iterator[l
     if server is None:
         yield readings
         return
-    root = psutil.Process(server)
     over = threading.Event()
 
     def watch() -> None:
         while not over.is_set():
-            readings.append(_reading(root))
+            readings.append(_reading(server))
             over.wait(period_s)
 
     thread = threading.Thread(target=watch)
@@ -42,9 +41,9 @@ def watched_memory(server: int | None, period_s: float = PERIOD_S) -> Iterator[l
         thread.join()
 
 
-def _reading(root: psutil.Process) -> Memory:
+def _reading(server: int) -> Memory:
     held: dict[str, float] = defaultdict(float)
-    for process in [root, *root.children(recursive=True)]:
+    for process in family(server):
         with suppress(psutil.Error):
             held[_kind(process)] += held_bytes([process]) / 2**20
     return held
