@@ -77,13 +77,13 @@ def test_a_killed_stage_is_a_pause(running: Deployment, wanted: list[Stream]) ->
     for thread in threads:
         thread.join(WAIT_S)
     assert late.difference(wanted[0]) is None
-    running.wait_until_whole(1)
+    running.wait_until_whole()
 
 
 @pytest.mark.full
 def test_an_exception_in_the_middle_of_a_cycle(running: Deployment, wanted: list[Stream]) -> None:
     go_through(running, wanted, lambda: running.order("stage-1.accept"))
-    running.wait_until_whole(1)
+    running.wait_until_whole()
 
 
 def test_a_drafting_that_raises_costs_nothing_but_drafts(
@@ -108,7 +108,7 @@ def test_books_that_do_not_balance(running: Deployment, wanted: list[Stream]) ->
         time.sleep(0.2)
     assert not set(running.pids(STAGE)) & set(before)
     assert "the idle pipeline is not as it should be" in running.served.log.read_text()
-    running.wait_until_whole(1)
+    running.wait_until_whole()
     go_through(running, wanted, lambda: None)
 
 

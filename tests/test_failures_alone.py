@@ -23,7 +23,7 @@ def test_a_configuration_that_is_deployed_anew_under_load(tmp_path: Path, toy: P
     """Streams run to their ends in the old replicas, and requests that come meanwhile in the new
     ones; nothing is lost."""
     with deployment(tmp_path / "log", toy, grace_s=60.0) as running:
-        running.wait_until_whole(1)
+        running.wait_until_whole()
         before = running.pids(STAGE)
         wanted = streams_of(running)
         for thread in start(wanted):
@@ -39,7 +39,7 @@ def test_a_configuration_that_is_deployed_anew_under_load(tmp_path: Path, toy: P
             thread.join(WAIT_S)
         for stream, reference in zip(streams + late, wanted + wanted, strict=True):
             assert stream.difference(reference) is None
-        running.wait_until_whole(1)
+        running.wait_until_whole()
         assert not set(running.pids(STAGE)) & set(before), "the new settings are served"
 
 
@@ -48,7 +48,7 @@ def test_after_too_many_restarts(tmp_path: Path, toy: Path) -> None:
     """The stream ends with OpenAI's error, new requests fail at once, and readiness says why."""
     limits = {"max_restarts": 1, "restart_window_s": 600}
     with deployment(tmp_path / "log", toy, **limits) as running:
-        running.wait_until_whole(1)
+        running.wait_until_whole()
         for _ in range(2):
             stream = Stream(running.url, bodies(TOKENS)[0], after=20)
             (thread,) = start([stream])
@@ -56,7 +56,7 @@ def test_after_too_many_restarts(tmp_path: Path, toy: Path) -> None:
             running.signal(STAGE, 0, signal.SIGKILL)
             thread.join(WAIT_S)
             if stream.error is None:
-                running.wait_until_whole(1)
+                running.wait_until_whole()
         assert stream.error is not None
         assert stream.error["type"] == "server_error"
         assert "restarted more than 1 times in 600 s" in stream.error["message"]

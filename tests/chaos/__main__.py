@@ -58,17 +58,14 @@ def main() -> int:
         ):
             log = Path(folder) / f"log-{graph}-{replicas}"
             with deployment(log, toy, replicas=replicas, graph=graph) as running:
-                running.wait_until_whole(replicas)
+                running.wait_until_whole()
                 wanted = undisturbed(running.url, TOKENS)
                 for seed in range(options.seed, options.seed + options.rounds):
                     for fault in FAULTS[graph]:
                         if options.only in fault.name:
-                            found = play(
-                                running, fault, wanted, graph=graph, replicas=replicas, seed=seed
-                            )
-                            rounds.append(found)
-                            tell(found)
-                            running.wait_until_whole(replicas)
+                            rounds.append(play(running, fault, wanted, seed))
+                            tell(rounds[-1])
+                            running.wait_until_whole()
     sys.stdout.write(f"\n{table(rounds)}\n")
     return 0 if not any(r.differences for r in rounds) else 1
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
+from service.pipeline.process_graph import hosts
 from tests.chaos.streams import MODEL
 from tests.serving import Served, serve, wait_until_ready
 from tests.toys import toy_chat_target
 
 WATCHDOG_S = 8.0
 PROCESS = "process_actor"  # in the command of those that `graph: local` starts
-ACTORS = {"ray": "DrafterActor", "local": PROCESS}  # a graph's last ones
 # What `serve deploy` asks of the dashboard, which `serve run` does not start.
 DEPLOY = """
 import sys, ray, yaml
@@ -56,15 +56,15 @@ def deployment(
         "limits": {"max_restarts": 1000, **limits},
     }
     with serve(log, args, import_path="tests.chaos.app:build", SPD_CHAOS=str(orders)) as served:
-        yield Deployment(served, orders, ACTORS[graph])
+        yield Deployment(served, orders, graph, replicas)
 
 
 class Deployment:
     """A running deployment whose processes can be found."""
 
-    def __init__(self, served: Served, orders: Path, last_actor: str) -> None:
+    def __init__(self, served: Served, orders: Path, graph: str, replicas: int) -> None:
         self.served, self.url, self._orders = served, served.url, orders
-        self._last_actor = last_actor
+        self.graph, self.replicas = graph, replicas
 
     def pids(self, title: str) -> list[int]:
         """The processes of this deployment with a title, such as `StageActor`, oldest first."""
@@ -98,13 +98,19 @@ class Deployment:
         file.write_text(yaml.safe_dump(config))
         subprocess.run([sys.executable, "-c", DEPLOY, str(file)], check=True, timeout=120)
 
-    def wait_until_whole(self, replicas: int, most: float = 120) -> None:
+    def wait_until_whole(self, most: float = 120) -> None:
         """Until all pipelines are there, and serve."""
+        each = {"ServeReplica:spd:Pipeline": 1, "DrafterActor": 1}  # processes of a pipeline
+        if self.graph == "local":
+            cores = len(os.sched_getaffinity(0))
+            each = {
+                "ServeReplica:spd:Pipeline": 1,
+                PROCESS: len(hosts(2, drafts=True, cores=cores)),
+            }
+        wanted = {title: count * self.replicas for title, count in each.items()}
         deadline = time.monotonic() + most
         while time.monotonic() < deadline:
-            if len(self.pids("ServeReplica:spd:Pipeline")) == replicas and (
-                len(self.pids(self._last_actor)) >= replicas
-            ):
+            if {title: len(self.pids(title)) for title in wanted} == wanted:
                 break
             time.sleep(0.2)
         wait_until_ready(self.served)

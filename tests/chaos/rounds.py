@@ -41,16 +41,8 @@ class Round:
         return max(self.pauses, default=0.0)
 
 
-def play(
-    deployment: Deployment,
-    fault: Fault,
-    wanted: Sequence[Stream],
-    *,
-    graph: str,
-    replicas: int,
-    seed: int,
-) -> Round:
-    chance = random.Random(f"{fault.name} {replicas} {seed}")
+def play(deployment: Deployment, fault: Fault, wanted: Sequence[Stream], seed: int) -> Round:
+    chance = random.Random(f"{fault.name} {deployment.replicas} {seed}")
     streams = [
         Stream(deployment.url, body, after=chance.randrange(3, TOKENS // 4))
         for body in bodies(TOKENS)
@@ -71,9 +63,9 @@ def play(
         if (difference := a.difference(b)) is not None
     ]
     return Round(
-        graph=graph,
+        graph=deployment.graph,
         fault=fault.name,
-        replicas=replicas,
+        replicas=deployment.replicas,
         running=running,
         identical=len(streams) - len(differences),
         differences=tuple(differences),
