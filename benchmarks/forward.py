@@ -73,10 +73,12 @@ def _filled_cache(model: Any, rows: int, length: int) -> DynamicCache:
 
 def stage(folder: Path, options: argparse.Namespace, weights: str | None) -> Way:
     """The last stage of a pipeline."""
-    count = load_target_config(folder).num_hidden_layers
+    target = load_target_config(folder)
+    count = target.num_hidden_layers
     bounds = (0, count - options.layers, count) if options.layers < count else (0, count)
     spec = ActorSpec(
         folder=str(folder),
+        target=target,
         bounds=bounds,
         anchors=(),
         slots=max(ROWS),

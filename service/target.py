@@ -3,14 +3,12 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from service.config import DEFAULT_MODEL, ConfigError
 from service.default_model import prepare_default_model
+from service.target_config import TargetConfig, target_config
 from service.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # Dense decoders whose layers keep one key and value per position (service/pipeline/layers.py).
 SUPPORTED_ARCHITECTURES: Mapping[str, str] = {
@@ -52,7 +50,7 @@ def resolve_target(model: str) -> Path:
     return path
 
 
-def load_target_config(folder: Path) -> "PretrainedConfig":
+def load_target_config(folder: Path) -> TargetConfig:
     """The config of a target that this server can run; else raises ConfigError with the reason."""
     raw = _read_json(folder / "config.json")
     architectures = raw.get("architectures") or ["none"]
@@ -71,9 +69,10 @@ def load_target_config(folder: Path) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' loaders share no base class of errors
         raise ConfigError(f"model: the config of {folder} can't be used: {error}") from error
+    return target_config(read)
 
 
 def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -86,7 +85,7 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-def check_context(config: "PretrainedConfig", max_len: int) -> None:
+def check_context(config: TargetConfig, max_len: int) -> None:
     """Raises ConfigError if slots are longer than the target can look back."""
     limit = config.max_position_embeddings
     if max_len > limit:

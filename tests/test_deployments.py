@@ -149,12 +149,13 @@ def test_each_actor_fits_its_gpu(file, blueprint_of) -> None:
     settings = settings_of(file)
     assert settings.dtype == "bfloat16"
     blueprint: Blueprint = blueprint_of(file)
-    config, bounds = blueprint.config, blueprint.spec.bounds
-    model = skeleton(config)
+    config, bounds = blueprint.spec.target, blueprint.spec.bounds
+    model = skeleton(AutoConfig.from_pretrained(blueprint.spec.folder))
     layer, embedding = sizes(model.model.layers[0]), sizes(model.model.embed_tokens)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     positions = settings.pipeline.slots * settings.pipeline.max_len
-    kept = 2 * positions * config.num_key_value_heads * head_dim  # keys and values of one layer
+    kept = (
+        2 * positions * config.num_key_value_heads * config.head_dim
+    )  # keys and values of one layer
     stages = [(end - start) * (layer + kept) for start, end in pairwise(bounds)]
     stages[0] += embedding
     stages[-1] += sizes(model.lm_head)

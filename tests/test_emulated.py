@@ -186,7 +186,7 @@ def test_a_deployment_reads_no_weights(default_model, tmp_path) -> None:
         }
     )
     made = make_blueprint(settings)
-    assert made.spec.emulation.hidden_size == made.config.hidden_size
+    assert made.spec.emulation.hidden_size == made.spec.target.hidden_size
     with closing(LocalGraph(made)) as graph:
         stats = run(graph, 3, count=1, tokens=20).stats["0"]
     assert 0 < stats.accepted < stats.drafted == 19

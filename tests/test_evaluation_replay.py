@@ -388,7 +388,7 @@ def test_training_an_early_exit(chat: tuple[Path, list[str]], corpus: Path, tmp_
     assert losses[3][1] < losses[3][0]
     assert losses[3][1] < losses[1][1]
 
-    info = CorpusInfo(target_fingerprint(chat[0], made.config), (3, 4))
+    info = CorpusInfo(target_fingerprint(chat[0], made.spec.target), (3, 4))
     document = Document(tuple(range(20)), 10, 1.0)
     write_shard(tmp_path / "a.safetensors", info, [document], [torch.zeros(20, 2, 32)])
     with pytest.raises(

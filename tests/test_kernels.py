@@ -1,7 +1,6 @@
 """Products and layers as stages run them, against torch's and transformers' own."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from service.config import ConfigError, parse_settings
 from service.messages import Rows
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.cache import Batch
-from service.pipeline.decoder import _normed
 from service.pipeline.linear import (
     Int8Linear,
     PackedLinear,
@@ -24,6 +22,7 @@ from service.pipeline.linear import (
     replace_linears,
 )
 from service.pipeline.local_graph import LocalGraph
+from service.pipeline.skeleton import RMSNorm
 from service.pipeline.stage import Stage
 from service.text.tokenizer import Tokenizer
 from tests.real_prompts import TEXTS
@@ -142,10 +141,11 @@ def test_half_precision_stays_plain() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_of_gpus_is_that_of_cpus(dtype: torch.dtype) -> None:
     """Up to the rounding of the last product."""
-    norm = SimpleNamespace(weight=noise(36, seed=3).to(dtype), variance_epsilon=1e-5)
+    norm = RMSNorm(36, 1e-5).to(dtype).requires_grad_(False)
+    norm.weight.copy_(noise(36, seed=3))
     x = (noise(5, 4, 36) * torch.logspace(-3, 3, 5)[:, None, None]).to(dtype)
-    mine = _normed(x, norm)
-    fused_one = F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    mine = norm(x)
+    fused_one = F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
     step = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(fused_one, mine, atol=step, rtol=step)
 

@@ -5,12 +5,12 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaConfig
 
 from service.config import ConfigError, Settings
 from service.pdm.checkpoint import (
@@ -30,6 +30,7 @@ from service.pdm.checkpoint import (
 from service.pdm.drafter import Drafter
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.local_graph import LocalGraph
+from service.target import load_target_config
 from tests.toys import ARCHITECTURES, blueprint, reference, toy_pdm, toy_target
 
 BOUNDS = (0, 2, 4, 6)
@@ -86,7 +87,7 @@ def test_round_trip(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
-    ids = load_draft_ids(folder, config, LlamaConfig(vocab_size=49152))
+    ids = load_draft_ids(folder, config, SimpleNamespace(vocab_size=49152))
     assert ids.tolist() == [*range(9), 49151]
     assert ids.dtype == torch.int64
     save_pdm(folder, made_for(), tensors)  # over an older one
@@ -119,7 +120,7 @@ def test_a_pdm_holds_the_tensors_of_its_checkpoint(
     plan = blueprint(target, (2, 2, 2), pdm=folder)
     tensors = load_tensors(folder)
     pdm = build_pdm(
-        PdmConfig.read(folder), tensors, plan.config, torch.float32, torch.device("cpu")
+        PdmConfig.read(folder), tensors, plan.spec.target, torch.float32, torch.device("cpu")
     )
     held = dict(pdm.named_parameters())
     assert torch.equal(pdm.draft_ids, tensors.pop("draft_ids").long())
@@ -175,7 +176,7 @@ def test_a_config_that_is_no_object(checkpoint: Path, text: str) -> None:
 
 
 def test_it_fits(target: Path, checkpoint: Path) -> None:
-    config = AutoConfig.from_pretrained(target)
+    config = load_target_config(target)
     check_fits(PdmConfig.read(checkpoint), target_fingerprint(target, config), config, BOUNDS)
 
 
@@ -230,13 +231,13 @@ def test_it_fits(target: Path, checkpoint: Path) -> None:
 )
 def test_it_does_not_fit(target: Path, fields: dict[str, Any], problems: list[str]) -> None:
     message = "drafter.checkpoint does not fit: " + "; ".join(problems)
-    config = AutoConfig.from_pretrained(target)
+    config = load_target_config(target)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         check_fits(made_for(**fields), "0123456789abcdef", config, BOUNDS)
 
 
 def test_more_types_than_needed_are_fine(target: Path) -> None:
-    config = AutoConfig.from_pretrained(target)
+    config = load_target_config(target)
     check_fits(made_for(types=(0, 1, 2, 3)), "0123456789abcdef", config, BOUNDS)
     check_fits(made_for(types=(0, 1, 2, 3)), "0123456789abcdef", config, (0, 1, 5, 6))
 
@@ -270,14 +271,14 @@ def test_no_weights(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "pickle"])
-def test_damaged_weights(checkpoint: Path, damage: str) -> None:
+def test_damaged_weights(target: Path, checkpoint: Path, damage: str) -> None:
     file = checkpoint / WEIGHTS_FILE
     if damage == "pickle":
         torch.save({"norm.weight": torch.ones(3)}, file)
     else:
         file.write_bytes(file.read_bytes()[: 0 if damage == "empty" else 1000])
     with pytest.raises(ConfigError, match=re.escape(f"{file} can't be read:")):
-        load_draft_ids(checkpoint, made_for(), LlamaConfig())
+        load_draft_ids(checkpoint, made_for(), load_target_config(target))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_a_missing_tensor(target: Path, checkpoint: Path, name: str) -> None:
 
 
 def test_the_fingerprint_tells_targets_apart(tmp_path: Path, target: Path) -> None:
-    config = AutoConfig.from_pretrained(target)
+    config = load_target_config(target)
     own = target_fingerprint(target, config)
     assert re.fullmatch("[0-9a-f]{16}", own)
     assert own == target_fingerprint(target, config)
@@ -310,7 +311,7 @@ def test_the_fingerprint_tells_targets_apart(tmp_path: Path, target: Path) -> No
         toy_target(tmp_path / "vocabulary", vocab_size=98),
         toy_target(tmp_path / "kind", "Qwen2ForCausalLM", hidden_size=32),
     ]
-    found = {target_fingerprint(f, AutoConfig.from_pretrained(f)) for f in others}
+    found = {target_fingerprint(f, load_target_config(f)) for f in others}
     assert len(found | {own}) == 6
 
 
@@ -320,7 +321,7 @@ def test_the_fingerprint_is_the_same_in_every_precision(tmp_path: Path, target: 
     model.save_pretrained(tmp_path / "half")
     model.float().save_pretrained(tmp_path / "whole")
     half, whole = (
-        target_fingerprint(f, AutoConfig.from_pretrained(f))
+        target_fingerprint(f, load_target_config(f))
         for f in (tmp_path / "half", tmp_path / "whole")
     )
     assert half == whole
@@ -332,7 +333,7 @@ def test_the_fingerprint_is_the_same_in_every_precision(tmp_path: Path, target: 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_an_untrained_pdm_is_made_of_the_target(tmp_path: Path, architecture: str) -> None:
     folder = toy_target(tmp_path, architecture)
-    model, config = reference(folder), AutoConfig.from_pretrained(folder)
+    model, config = reference(folder), load_target_config(folder)
     pdm, tensors = untrained_pdm(folder, config, BOUNDS, ANCHORS)
     check_fits(pdm, target_fingerprint(folder, config), config, BOUNDS)
     width = config.hidden_size
@@ -352,8 +353,7 @@ def test_an_untrained_pdm_is_made_of_the_target(tmp_path: Path, architecture: st
 
 
 def test_an_untrained_pdm_drafts_frequent_tokens(target: Path) -> None:
-    config = AutoConfig.from_pretrained(target)
-    config.vocab_size = 3 * UNTRAINED_DRAFT_VOCABULARY
+    config = replace(load_target_config(target), vocab_size=3 * UNTRAINED_DRAFT_VOCABULARY)
     assert torch.equal(untrained_draft_ids(config), torch.arange(UNTRAINED_DRAFT_VOCABULARY))
 
 

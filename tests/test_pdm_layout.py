@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from service.pdm.checkpoint import PdmConfig, build_pdm
 from service.pdm.features import depth_types
 from service.pdm.layout import Packed, newest_hidden
+from service.target import load_target_config
 from tests.test_pdm_features import CLOSE, CUTS, Cut, Observer, Target, observe
 from tests.toys import ARCHITECTURES
 
@@ -53,7 +53,7 @@ def test_the_same_as_the_mask(target: Target, tmp_path: Path, cut: Cut, form: di
     if "Llama" not in target.model.config.architectures[0] and cut not in CUTS[4:5]:
         pytest.skip("what differs between architectures does not depend on the cut")
     observer = observe(target, tmp_path, cut, **form)
-    config = AutoConfig.from_pretrained(target.folder)
+    config = load_target_config(target.folder)
     pdm = build_pdm(
         PdmConfig.read(tmp_path), observer.tensors, config, torch.float32, torch.device("cpu")
     )
@@ -76,7 +76,7 @@ def test_the_same_as_the_mask(target: Target, tmp_path: Path, cut: Cut, form: di
 
 def test_only_what_is_wanted(target: Target, tmp_path: Path) -> None:
     observer = observe(target, tmp_path, (2, 2, 2), layers=2)
-    config = AutoConfig.from_pretrained(target.folder)
+    config = load_target_config(target.folder)
     pdm = build_pdm(
         PdmConfig.read(tmp_path), observer.tensors, config, torch.float32, torch.device("cpu")
     )

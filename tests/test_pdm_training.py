@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from service.config import ConfigError
 from service.pdm import train
@@ -25,6 +24,7 @@ from service.pdm.state import STATE_FILE, State, scale_inputs
 from service.pdm.trainer import TrainSettings, learning_rate
 from service.pipeline.blueprint import balanced_bounds
 from service.pipeline.local_graph import LocalGraph
+from service.target import load_target_config
 from tests.toys import (
     blueprint,
     generate,
@@ -81,7 +81,7 @@ def corpus(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def info(target: Path) -> CorpusInfo:
-    return CorpusInfo(target_fingerprint(target, AutoConfig.from_pretrained(target)), ANCHORS[1:])
+    return CorpusInfo(target_fingerprint(target, load_target_config(target)), ANCHORS[1:])
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_the_learning_rate() -> None:
 def test_one_checkpoint_serves_each_of_its_widths(job: Job) -> None:
     """Greedy text is the target's, and more drafts are right than an untrained PDM's."""
     fit(job)
-    config = AutoConfig.from_pretrained(job.target)
+    config = load_target_config(job.target)
     made_for = PdmConfig.read(job.out)
     fingerprint = target_fingerprint(job.target, config)
     model = reference(job.target)

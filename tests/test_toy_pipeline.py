@@ -20,7 +20,6 @@ from service.engine.lookup import Proposer
 from service.messages import CyclePlan, CycleResult, GenerateRequest, Sampling
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.graph import GraphError
-from service.pipeline.layers import model_skeleton
 from service.pipeline.local_graph import LocalGraph
 from service.pipeline.partition import balanced_layers
 from tests.toys import (
@@ -434,18 +433,18 @@ def test_an_unseeded_text_depends_on_its_request_alone(llama: Case) -> None:
 
 def _layer_sizes(folder: Path) -> list[int]:
     """From the config: numbers held by each decoder layer of a toy."""
-    config = blueprint(folder, 1).config
+    config = blueprint(folder, 1).spec.target
     h, mlp = config.hidden_size, config.intermediate_size
-    head_dim = getattr(config, "head_dim", None) or h // config.num_attention_heads
+    head_dim = config.head_dim
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     size = h * q + 2 * h * kv + q * h + 3 * h * mlp + 2 * h
-    if config.architectures == ["Qwen2ForCausalLM"]:
+    if config.architecture == "Qwen2ForCausalLM":
         size += q + 2 * kv
-    if config.architectures == ["Qwen3ForCausalLM"]:
+    if config.architecture == "Qwen3ForCausalLM":
         size += 2 * head_dim
-    if getattr(config, "attention_bias", False):
+    if config.out_bias:
         size += q + 2 * kv + h
-    if getattr(config, "mlp_bias", False):
+    if config.mlp_bias:
         size += 2 * mlp + h
     return [size] * config.num_hidden_layers
 
@@ -453,7 +452,7 @@ def _layer_sizes(folder: Path) -> list[int]:
 @pytest.mark.parametrize("cut", [(6,), (4, 1, 1), (1, 2, 3)], ids=str)
 def test_a_stage_holds_its_own_layers_only(any_case: Case, cut: Sequence[int]) -> None:
     graph = LocalGraph(blueprint(any_case.folder, cut))
-    config = blueprint(any_case.folder, 1).config
+    config = blueprint(any_case.folder, 1).spec.target
     sizes, width = _layer_sizes(any_case.folder), config.hidden_size
     table = config.vocab_size * width
     bounds = [sum(cut[:k]) for k in range(len(cut) + 1)]
@@ -470,11 +469,6 @@ def test_a_stage_holds_its_own_layers_only(any_case: Case, cut: Sequence[int]) -
         assert hasattr(stage, "head") == hasattr(stage, "norm") == stage.is_last
         assert not any(p.is_meta for p in stage.layers.parameters())
     graph.close()
-
-
-def test_the_skeleton_takes_no_memory(llama: Case) -> None:
-    skeleton = model_skeleton(blueprint(llama.folder, 1).config)
-    assert all(p.is_meta for p in skeleton.parameters())
 
 
 def test_the_blueprint_of_the_settings(llama: Case, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from service.emulation.measure import NoText
 from service.engine.lookup import Lookup, Proposer
@@ -38,6 +38,7 @@ from service.pipeline.blueprint import Blueprint
 from service.pipeline.graph import Graph
 from service.pipeline.partition import balanced_layers, stage_bounds
 from service.pipeline.spec import ActorSpec
+from service.target import load_target_config
 
 VOCABULARY = 97
 
@@ -175,7 +176,7 @@ def blueprint(
 ) -> Blueprint:
     """A toy's blueprint for a number of stages or a list of layers, with a PDM checkpoint, the
     untrained PDM (True) or none (False)."""
-    config = AutoConfig.from_pretrained(folder)
+    config = load_target_config(folder)
     counts = (
         balanced_layers(config.num_hidden_layers, layers) if isinstance(layers, int) else layers
     )
@@ -192,6 +193,7 @@ def blueprint(
         draft_ids = load_draft_ids(pdm, made_for, config)
     spec = ActorSpec(
         folder=str(folder),
+        target=config,
         bounds=bounds,
         anchors=anchors,
         slots=slots,
@@ -201,7 +203,7 @@ def blueprint(
         threads=1,
         weights=weights,
     )
-    return Blueprint(spec, config, checkpoint, draft_ids)
+    return Blueprint(spec, checkpoint, draft_ids)
 
 
 def toy_pdm(
@@ -216,7 +218,7 @@ def toy_pdm(
     seed: int = 0,
 ) -> Path:
     """Makes a PDM checkpoint with random weights: FC_k, layers, norm and head."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(target)
+    config = load_target_config(target)
     width, ids = config.hidden_size, list(draft_ids or range(0, config.vocab_size, 2))
     if anchors is None:
         anchors = default_anchors(config.num_hidden_layers, len(bounds) - 1)

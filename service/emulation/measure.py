@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from transformers import PretrainedConfig
-
 from service.config import EmulatedSettings, PipelineSettings
 from service.emulation.results import Record, Run, Setup
 from service.engine.engine import Engine
@@ -29,6 +27,7 @@ from service.pipeline.choice import make_graph
 from service.pipeline.graph import GraphError
 from service.pipeline.partition import balanced_layers, stage_bounds
 from service.pipeline.spec import ActorSpec
+from service.target_config import TargetConfig
 
 PROMPT = (1,) * 8
 VOCABULARY = 32_000
@@ -66,7 +65,7 @@ class NoText:
 
 def make_emulated(setup: Setup, max_len: int) -> Blueprint:
     """A blueprint without a model."""
-    config = PretrainedConfig(vocab_size=VOCABULARY, hidden_size=setup.hidden_size)
+    config = _no_target(setup, max_len)
     draft_ids = untrained_draft_ids(config) if setup.width > 1 else None
     waits = EmulatedSettings(
         stage_ms=setup.stage_ms,
@@ -76,6 +75,7 @@ def make_emulated(setup: Setup, max_len: int) -> Blueprint:
     )
     spec = ActorSpec(
         folder="",
+        target=config,
         bounds=stage_bounds(balanced_layers(setup.layers, setup.width)),
         anchors=default_anchors(setup.layers, setup.width) if setup.width > 1 else (),
         slots=SLOTS,
@@ -85,7 +85,25 @@ def make_emulated(setup: Setup, max_len: int) -> Blueprint:
         threads=1,
         emulation=make_emulation(waits, config, draft_ids),
     )
-    return Blueprint(spec, config, None, draft_ids)
+    return Blueprint(spec, None, draft_ids)
+
+
+def _no_target(setup: Setup, max_len: int) -> TargetConfig:
+    """What waiting devices, which have no layers, are told of a target."""
+    return TargetConfig(
+        architecture="none",
+        hidden_size=setup.hidden_size,
+        intermediate_size=0,
+        num_hidden_layers=setup.layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=0,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=max_len,
+        windows=(),
+        rotates=(),
+        inv_freq=(),
+    )
 
 
 def measure(setup: Setup, tokens: int, runs: int, say: Callable[[str], None]) -> Record:

@@ -53,7 +53,7 @@ class EarlyExit:
 def train_early_exit(blueprint: Blueprint, folder: Path, visits: int) -> EarlyExit:
     """Fits the adapter on a corpus by regression, then by KL(target || exit) over the draft
     vocabulary. Raises ConfigError for a corpus that has not the states for it."""
-    config, bounds, draft_ids = blueprint.config, blueprint.spec.bounds, blueprint.draft_ids
+    config, bounds, draft_ids = blueprint.spec.target, blueprint.spec.bounds, blueprint.draft_ids
     assert draft_ids is not None
     target_folder = Path(blueprint.spec.folder)
     info = CorpusInfo(target_fingerprint(target_folder, config), _anchors(folder))

@@ -158,7 +158,7 @@ def _shared(
         ids.setdefault(prompt.data_set, []).append(tokens)
     return SharedSettings(
         model=options.model,
-        target_fingerprint=target_fingerprint(Path(blueprint.spec.folder), blueprint.config),
+        target_fingerprint=target_fingerprint(Path(blueprint.spec.folder), blueprint.spec.target),
         checkpoint=", ".join(checkpoints) or None,
         checkpoint_sha256=checkpoint_digest(checkpoints),
         dtype=options.dtype,

@@ -74,7 +74,7 @@ def gold_texts(options: Options, requests: Sequence[GenerateRequest]) -> list[Go
     folder = Path(blueprint.spec.folder)
     file = GoldFile(
         options.replay,
-        target_fingerprint(folder, blueprint.config),
+        target_fingerprint(folder, blueprint.spec.target),
         eos_token_ids(folder, Tokenizer.load(folder)),
     )
     if unknown := file.missing(requests):

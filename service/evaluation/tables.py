@@ -36,7 +36,7 @@ class PdmSource:
         spec = blueprint.spec
         self.anchors = spec.anchors
         self._types = depth_types(spec.anchors, spec.bounds)
-        _, self._pdm = load_pdm(spec, blueprint.config, blueprint.checkpoint)
+        _, self._pdm = load_pdm(spec, blueprint.checkpoint)
 
     def __call__(self, states: Tensor, first: int) -> Table:
         positions = torch.arange(len(states))[None]

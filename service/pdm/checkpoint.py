@@ -18,19 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from service.config import ConfigError
 from service.pdm.features import reachable_types
 from service.pdm.module import PDM, Aggregation, PreviousRows
-from service.pipeline.layers import (
-    NORM,
-    WeightReader,
-    fill,
-    model_skeleton,
-    rotary_embedding,
-)
+from service.pipeline.layers import NORM, WeightReader, fill
+from service.pipeline.skeleton import Rotation, target_layer, target_norm
 from service.pipeline.spec import ActorSpec
+from service.target_config import TargetConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "pdm.json", "pdm.safetensors"
 UNTRAINED_DRAFT_VOCABULARY = 8192
@@ -74,11 +69,11 @@ class PdmConfig(BaseModel):
             raise BrokenPdmError(f"{file} can't be read: {error}") from None
 
 
-def target_fingerprint(folder: Path, config: PretrainedConfig) -> str:
+def target_fingerprint(folder: Path, config: TargetConfig) -> str:
     """Tells targets apart whose hidden states differ: sizes, and the bytes of the final norm (which
     every fine-tuning moves), in bfloat16 so that it is the same in every precision."""
     sizes = [
-        config.architectures,
+        [config.architecture],
         config.hidden_size,
         config.num_hidden_layers,
         config.num_attention_heads,
@@ -91,7 +86,7 @@ def target_fingerprint(folder: Path, config: PretrainedConfig) -> str:
 
 
 def check_fits(
-    pdm: PdmConfig, fingerprint: str, config: PretrainedConfig, bounds: tuple[int, ...]
+    pdm: PdmConfig, fingerprint: str, config: TargetConfig, bounds: tuple[int, ...]
 ) -> None:
     """Refuses a PDM that was made for another target or other stages."""
     problems = []
@@ -147,7 +142,7 @@ def _open(folder: Path) -> Iterator[Any]:
         raise BrokenPdmError(f"{file} can't be read: {error}") from None
 
 
-def check_tensors(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> None:
+def check_tensors(folder: Path, pdm: PdmConfig, config: TargetConfig) -> None:
     """Raises BrokenPdmError unless a checkpoint has all tensors of the network, in their shapes.
     Only the file's header is read."""
     wanted = {name: list(p.shape) for name, p in _empty_pdm(pdm, config).named_parameters()}
@@ -161,7 +156,7 @@ def check_tensors(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> Non
             )
 
 
-def load_draft_ids(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> Tensor:
+def load_draft_ids(folder: Path, pdm: PdmConfig, config: TargetConfig) -> Tensor:
     """The draft vocabulary [D] int64 of a checkpoint. Raises BrokenPdmError unless it is a set of
     the target's token ids: any other id would fail, or falsify the text, in mid-stream."""
     with _open(folder) as file:
@@ -181,13 +176,13 @@ def load_draft_ids(folder: Path, pdm: PdmConfig, config: PretrainedConfig) -> Te
     return ids
 
 
-def untrained_draft_ids(config: PretrainedConfig) -> Tensor:
+def untrained_draft_ids(config: TargetConfig) -> Tensor:
     """The first tokens [D] int64: a BPE's most frequent ones come first."""
     return torch.arange(min(UNTRAINED_DRAFT_VOCABULARY, config.vocab_size))
 
 
 def tensors_of_target(
-    folder: Path, config: PretrainedConfig, layers: int, draft_ids: Tensor
+    folder: Path, config: TargetConfig, layers: int, draft_ids: Tensor
 ) -> dict[str, Tensor]:
     """What a PDM takes over from the target, float32: its last decoder layers, its final norm, the
     head's rows of a draft vocabulary [D]."""
@@ -195,8 +190,8 @@ def tensors_of_target(
     first = config.num_hidden_layers - layers
     tensors = {
         f"layers.{i}.{name}": read(f"model.layers.{first + i}.{name}", torch.float32, cpu)
-        for i, layer in enumerate(model_skeleton(config).model.layers[first:])
-        for name, _ in layer.named_parameters()
+        for i in range(layers)
+        for name, _ in target_layer(config, first + i).named_parameters()
     }
     tensors["norm.weight"] = read(NORM, torch.float32, cpu)
     tensors["head.weight"] = read(read.head_name(config), torch.float32, cpu)[draft_ids]
@@ -205,7 +200,7 @@ def tensors_of_target(
 
 
 def untrained_pdm(
-    folder: Path, config: PretrainedConfig, bounds: tuple[int, ...], anchors: tuple[int, ...]
+    folder: Path, config: TargetConfig, bounds: tuple[int, ...], anchors: tuple[int, ...]
 ) -> tuple[PdmConfig, dict[str, Tensor]]:
     """A PDM made from the target alone: its last decoder layer, norm and the head's rows of a plain
     draft vocabulary; each FC passes its deepest anchor on."""
@@ -231,22 +226,20 @@ def untrained_pdm(
     return made_for, tensors
 
 
-def load_pdm(
-    spec: ActorSpec, config: PretrainedConfig, checkpoint: str | None
-) -> tuple[PdmConfig, PDM]:
+def load_pdm(spec: ActorSpec, checkpoint: str | None) -> tuple[PdmConfig, PDM]:
     """The PDM of a pipeline: that of a checkpoint, or the untrained one."""
     if checkpoint is None:
-        made_for, tensors = untrained_pdm(Path(spec.folder), config, spec.bounds, spec.anchors)
+        made_for, tensors = untrained_pdm(Path(spec.folder), spec.target, spec.bounds, spec.anchors)
     else:
         made_for, tensors = PdmConfig.read(Path(checkpoint)), load_tensors(Path(checkpoint))
     device = spec.device_of(spec.stages)
-    return made_for, build_pdm(made_for, tensors, config, spec.torch_dtype, device)
+    return made_for, build_pdm(made_for, tensors, spec.target, spec.torch_dtype, device)
 
 
 def build_pdm(
     pdm: PdmConfig,
     tensors: Mapping[str, Tensor],
-    config: PretrainedConfig,
+    config: TargetConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> PDM:
@@ -264,16 +257,15 @@ def build_pdm(
     return network
 
 
-def _empty_pdm(pdm: PdmConfig, config: PretrainedConfig, device: torch.device | None = None) -> PDM:
-    """The network on the meta device, its position embedding on `device`."""
-    skeleton = model_skeleton(config)
+def _empty_pdm(pdm: PdmConfig, config: TargetConfig, device: torch.device | None = None) -> PDM:
+    """The network on the meta device; its position embedding is for `device`."""
     with torch.device("meta"):
         return PDM(
             Aggregation(pdm.hidden_size, pdm.types),
             PreviousRows(pdm.hidden_size, pdm.previous),
-            skeleton.model.layers[: pdm.layers],
-            skeleton.model.norm,
+            nn.ModuleList(target_layer(config, i) for i in range(pdm.layers)),
+            target_norm(config),
             nn.Linear(pdm.hidden_size, pdm.draft_vocabulary, bias=False),
-            rotary_embedding(skeleton, config, device or torch.device("cpu")),
+            Rotation(config, device or torch.device("cpu")),
             torch.empty(0),
         )

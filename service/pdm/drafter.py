@@ -31,7 +31,6 @@ from service.pipeline.layers import EMBEDDING, WeightReader
 from service.pipeline.spec import ActorSpec
 from service.pipeline.texts import SlotTexts
 from service.sampling import draft, uses_q
-from service.target import load_target_config
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +55,10 @@ class Drafter:
         self._spec = spec
         self._device = spec.device_of(spec.stages)
         folder = Path(spec.folder)
-        config = load_target_config(folder)
+        config = spec.target
         self._embedding = WeightReader(folder)(EMBEDDING, spec.torch_dtype, self._device)
         dtype, device = spec.torch_dtype, self._device
-        made_for, self.pdm = load_pdm(spec, config, checkpoint)
+        made_for, self.pdm = load_pdm(spec, checkpoint)
         slots, max_len = spec.slots, spec.max_len
         self._cache = SlotCache(
             config, made_for.layers, slots, max_len, dtype, device, scratch=spec.static_steps

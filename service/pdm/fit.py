@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from service.config import ConfigError
 from service.pdm.batches import pack, packed_states
@@ -25,6 +24,7 @@ from service.pdm.teacher import Target
 from service.pdm.trainer import Score, Trainer, TrainSettings
 from service.pipeline.blueprint import balanced_bounds
 from service.target import load_target_config
+from service.target_config import TargetConfig
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def beginning(
     return made_for, tensors, scales
 
 
-def started(job: Job, config: PretrainedConfig) -> tuple[PdmConfig, dict[str, Tensor]]:
+def started(job: Job, config: TargetConfig) -> tuple[PdmConfig, dict[str, Tensor]]:
     """The PDM to go on from, made deeper if the settings want more layers. Raises ConfigError if it
     has another form than they say."""
     assert job.start is not None

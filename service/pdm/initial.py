@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from service.pdm.checkpoint import tensors_of_target
 from service.pdm.layout import Packed, earlier
+from service.target_config import TargetConfig
 
 _RIDGE = 1e-3  # of each input's own square: its scale does not matter
 _SMALLEST = 1e-9
@@ -45,7 +45,7 @@ class Moments:
 
 def initial_tensors(
     folder: Path,
-    config: PretrainedConfig,
+    config: TargetConfig,
     sample: Packed,
     anchors: Sequence[int],
     widths: Sequence[Sequence[int]],
@@ -61,7 +61,7 @@ def initial_tensors(
 
 
 def deeper(
-    folder: Path, config: PretrainedConfig, tensors: dict[str, Tensor], layers: int, more: int
+    folder: Path, config: TargetConfig, tensors: dict[str, Tensor], layers: int, more: int
 ) -> dict[str, Tensor]:
     """The tensors of a PDM of `layers` layers with `more` of the target's last ones behind them. As
     yet these add nothing to what passes through them, so the drafts are the same."""

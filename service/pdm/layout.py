@@ -10,13 +10,12 @@ layer only the newest rows ask, with more layers every depth does, except in the
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from service.pdm.module import PDM
+from service.pipeline.skeleton import Attention, Layer, RMSNorm, Turn, rotated
 
 Pair = tuple[Tensor, Tensor]
 
@@ -56,11 +55,11 @@ def newest_hidden(pdm: PDM, packed: Packed, types: Sequence[int], fill: int) -> 
     """The last layer's output [wanted, H] of newest rows, in a pipeline whose tokens have the types
     `types[d]` after d = 0..n stages, with `fill` (1..n) tokens in flight, the newest included."""
     rows = _features(pdm, packed, types, fill)
-    rotation = pdm.rotary(rows[0], packed.positions)
-    last = len(pdm.layers) - 1
-    for i, layer in enumerate(pdm.layers):
+    turn = pdm.rotation(packed.positions, rows[0].dtype)
+    last = len(pdm.decoder) - 1
+    for i, layer in enumerate(pdm.decoder):
         asking = rows if i < last else {0: rows[0]}
-        attended = _attention(layer, rows, list(asking), rotation, packed, len(types) - 1)
+        attended = _attention(layer, rows, list(asking), turn, packed, len(types) - 1)
         if i == last:
             newest, attended = asking[0][packed.wanted], {0: attended[0][packed.wanted]}
             return _rest_of_layer(layer, newest, attended[0])
@@ -92,10 +91,10 @@ def earlier(x: Tensor, distance: int, packed: Packed) -> Tensor:
 
 
 def _attention(
-    layer: Any,
+    layer: Layer,
     rows: dict[int, Tensor],
     asking: Sequence[int],
-    rotation: Pair,
+    turn: Turn,
     packed: Packed,
     n: int,
 ) -> dict[int, Tensor]:
@@ -107,13 +106,13 @@ def _attention(
     for d, hidden in rows.items():  # depths that share a tensor share keys and values
         if id(hidden) not in by_tensor:
             states = layer.input_layernorm(hidden)
-            by_tensor[id(hidden)] = states, _keys_values(attention, states, rotation)
+            by_tensor[id(hidden)] = states, _keys_values(attention, states, turn)
         normed[d] = by_tensor[id(hidden)][0]
     pairs = {d: by_tensor[id(hidden)][1] for d, hidden in rows.items()}
     outputs = {}
     for d in asking:
-        query = _heads(attention.q_proj(normed[d]), attention, "q_norm")
-        query = _rotate(attention, query, rotation) * attention.scaling
+        query = _heads(attention.q_proj(normed[d]), attention.head_dim, attention.q_norm)
+        query = _rotate(attention, query, turn) * attention.scaling
         in_flight = [
             (earlier(pairs[d + j][0], j, packed), earlier(pairs[d + j][1], j, packed))
             for j in range(fill - d if d < n else 0)
@@ -152,27 +151,24 @@ def _attend(query: Tensor, left: Pair, in_flight: list[Pair], packed: Packed) ->
     return out.reshape(batch, size, heads * head_dim)
 
 
-def _keys_values(attention: Any, states: Tensor, rotation: Pair) -> Pair:
+def _keys_values(attention: Attention, states: Tensor, turn: Turn) -> Pair:
     """Keys, rotated, and values [B, S, kv_heads, head_dim]."""
-    key = _heads(attention.k_proj(states), attention, "k_norm")
-    return _rotate(attention, key, rotation), _heads(attention.v_proj(states), attention, "")
+    key = _heads(attention.k_proj(states), attention.head_dim, attention.k_norm)
+    return _rotate(attention, key, turn), _heads(attention.v_proj(states), attention.head_dim)
 
 
-def _heads(projected: Tensor, attention: Any, norm: str) -> Tensor:
+def _heads(projected: Tensor, head_dim: int, norm: RMSNorm | None = None) -> Tensor:
     """[B, S, heads * head_dim] -> [B, S, heads, head_dim], normalised where the target does so."""
-    split = projected.view(*projected.shape[:-1], -1, attention.head_dim)
-    return getattr(attention, norm)(split) if hasattr(attention, norm) else split
+    split = projected.view(*projected.shape[:-1], -1, head_dim)
+    return split if norm is None else norm(split)
 
 
-def _rotate(attention: Any, x: Tensor, rotation: Pair) -> Tensor:
+def _rotate(attention: Attention, x: Tensor, turn: Turn) -> Tensor:
     """Puts the position into queries or keys [B, S, heads, head_dim], except in a NoPE layer."""
-    if not getattr(attention, "use_rope", True):
-        return x
-    rotated: Tensor = apply_rotary_pos_emb(x, x, *rotation, unsqueeze_dim=2)[0]
-    return rotated
+    return rotated(x, turn) if attention.rotates else x
 
 
-def _rest_of_layer(layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
+def _rest_of_layer(layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
     """What a decoder layer does behind its attention."""
     hidden = hidden + layer.self_attn.o_proj(attended)
     out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))

@@ -1,6 +1,7 @@
 """The network of the PDM: aggregation of hidden states, decoder layers, norm and a small head."""
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -9,6 +10,7 @@ from service.pipeline.decoder import DecoderLayer
 from service.pipeline.layers import DecoderLayers
 from service.pipeline.linear import replace_linears
 from service.pipeline.padded import PaddedBatch
+from service.pipeline.skeleton import Layer, Rotation
 
 
 class Aggregation(nn.Module):
@@ -60,7 +62,7 @@ class PDM(nn.Module):
         layers: nn.ModuleList,
         norm: nn.Module,
         head: nn.Linear,
-        rotary: nn.Module,
+        rotation: Rotation,
         draft_ids: Tensor,
     ) -> None:
         super().__init__()
@@ -69,9 +71,14 @@ class PDM(nn.Module):
         self.layers = layers
         self.norm = norm
         self.head = head
-        self.rotary = rotary
+        self.rotation = rotation
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.draft_ids: Tensor
+
+    @property
+    def decoder(self) -> Sequence[Layer]:
+        """Its decoder layers, of the target's kind."""
+        return cast(Sequence[Layer], self.layers)
 
     @property
     def distances(self) -> int:
@@ -92,8 +99,8 @@ class CachedPDM:
         read the target's hidden states are not rounded: a few of these are far larger than the
         others, and the error there costs eight points of acceptance."""
         self.pdm = pdm
-        layers = [DecoderLayer(layer, weights) for layer in pdm.layers]
-        self._layers = DecoderLayers(layers, pdm.rotary, cache)
+        layers = [DecoderLayer(layer, weights) for layer in pdm.decoder]
+        self._layers = DecoderLayers(layers, pdm.rotation, cache)
         pdm.layers = nn.ModuleList()
         replace_linears(pdm.aggregation, None)
         replace_linears(pdm.previous, None)

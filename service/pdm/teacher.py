@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from service.config import ConfigError
 from service.messages import Rows, spans
@@ -15,11 +14,11 @@ from service.pipeline.cache import Batch, SlotCache
 from service.pipeline.layers import (
     EMBEDDING,
     WeightReader,
-    model_skeleton,
     read_layers,
     read_norm,
 )
 from service.target import load_target_config
+from service.target_config import TargetConfig
 
 _CPU = torch.device("cpu")
 
@@ -65,12 +64,12 @@ class Target:
     """The target's two ends: embedding, and final norm with head."""
 
     def __init__(
-        self, folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+        self, folder: Path, config: TargetConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
         read = WeightReader(folder)
         self.config = config
         self.embedding = read(EMBEDDING, dtype, device)  # [V, H]
-        self._norm = read_norm(model_skeleton(config), read, dtype, device)
+        self._norm = read_norm(config, read, dtype, device)
         name = read.head_name(config)
         self.head = self.embedding if name == EMBEDDING else read(name, dtype, device)  # [V, H]
 
@@ -104,10 +103,9 @@ class Teacher:
         self.anchors = tuple(anchors)
         self.slots, self.max_len = slots, max_len
         self.target = Target(folder, config, dtype, _CPU)
-        skeleton = model_skeleton(config)
         cache_class = OneRowCache if one_row_each else SlotCache
         cache = cache_class(config, config.num_hidden_layers, slots, max_len, dtype, _CPU)
-        self._layers = read_layers(skeleton, WeightReader(folder), config, 0, cache, dtype, _CPU)
+        self._layers = read_layers(config, WeightReader(folder), 0, cache)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,9 +125,9 @@ class Teacher:
         return [states[at] for _, at in spans(batch.rows)]
 
 
-def _check_window(config: PretrainedConfig, max_len: int) -> None:
-    window = getattr(config, "sliding_window", None)
-    if window is not None and max_len > window:
+def _check_window(config: TargetConfig, max_len: int) -> None:
+    window = min((w for w in config.windows if w is not None), default=max_len)
+    if max_len > window:
         raise ConfigError(
             f"texts of {max_len} tokens are longer than the target's sliding window of {window}; "
             "train on shorter ones"

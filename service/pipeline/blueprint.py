@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from service.config import ConfigError, EmulatedSettings, Settings
 from service.pdm.checkpoint import (
@@ -23,6 +22,7 @@ from service.pipeline.linear import check_int8
 from service.pipeline.partition import balanced_layers, check_layers, stage_bounds
 from service.pipeline.spec import ActorSpec, Emulation
 from service.target import check_context, load_target_config, resolve_target
+from service.target_config import TargetConfig
 
 _FLOAT_BYTES = 4
 _HEAD_READS = 0.75  # the time of a byte of the head, in that of a layer's; measured on CPUs
@@ -34,7 +34,6 @@ class Blueprint:
     """All that a graph is built from."""
 
     spec: ActorSpec
-    config: PretrainedConfig
     checkpoint: str | None
     draft_ids: Tensor | None  # [D] int64; None without a PDM
     broken_pdm: str | None = None  # why there is none, where there should be one
@@ -47,8 +46,7 @@ class Blueprint:
     def hidden_size(self) -> int:
         """Of the hidden states that travel."""
         emulation = self.spec.emulation
-        size: int = self.config.hidden_size if emulation is None else emulation.hidden_size
-        return size
+        return self.spec.target.hidden_size if emulation is None else emulation.hidden_size
 
     @property
     def draft_vocabulary(self) -> int:
@@ -59,21 +57,20 @@ def largest_tensor_bytes(blueprint: Blueprint, chunk: int) -> int:
     """Of what an actor sends in a cycle: a prompt chunk with its taps, or the drafts' q."""
     spec = blueprint.spec
     taps = max(len(stage_anchors(spec.anchors, spec.bounds, k)) for k in range(spec.stages))
-    hidden: int = (1 + taps) * (chunk + spec.slots) * blueprint.hidden_size
+    hidden = (1 + taps) * (chunk + spec.slots) * blueprint.hidden_size
     return max(hidden, spec.slots * blueprint.draft_vocabulary) * _FLOAT_BYTES
 
 
-def head_cost(config: PretrainedConfig) -> float:
+def head_cost(config: TargetConfig) -> float:
     """What norm, head and verification take, in decoder layers. At one row, reading weights is the
     work; the head's one large product is read faster than the small ones of a layer."""
     hidden = config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries, pairs = config.num_attention_heads, 2 * config.num_key_value_heads
-    layer = hidden * (2 * queries + pairs) * head_dim + 3 * hidden * config.intermediate_size
+    layer = hidden * (2 * queries + pairs) * config.head_dim + 3 * hidden * config.intermediate_size
     return _HEAD_READS * float(hidden * config.vocab_size / layer)
 
 
-def balanced_bounds(config: PretrainedConfig, stages: int) -> tuple[int, ...]:
+def balanced_bounds(config: TargetConfig, stages: int) -> tuple[int, ...]:
     """The stage bounds of a pipeline whose layers are not given."""
     layers = balanced_layers(config.num_hidden_layers, stages, head_cost(config))
     return stage_bounds(layers)
@@ -113,6 +110,7 @@ def make_blueprint(settings: Settings) -> Blueprint:
         draft_ids = untrained_draft_ids(config)
     spec = ActorSpec(
         folder=str(folder),
+        target=config,
         bounds=bounds,
         anchors=anchors,
         slots=pipeline.slots,
@@ -125,11 +123,11 @@ def make_blueprint(settings: Settings) -> Blueprint:
         static_steps=settings.device == "cuda" and pipeline.cuda_graphs,
     )
     named = None if checkpoint is None else str(checkpoint)
-    return Blueprint(spec, config, named, draft_ids, broken)
+    return Blueprint(spec, named, draft_ids, broken)
 
 
 def make_emulation(
-    settings: EmulatedSettings | None, config: PretrainedConfig, draft_ids: Tensor | None
+    settings: EmulatedSettings | None, config: TargetConfig, draft_ids: Tensor | None
 ) -> Emulation | None:
     if settings is None:
         return None
@@ -145,7 +143,7 @@ def make_emulation(
 
 
 def find_checkpoint(
-    settings: Settings, folder: Path, config: PretrainedConfig, bounds: tuple[int, ...]
+    settings: Settings, folder: Path, config: TargetConfig, bounds: tuple[int, ...]
 ) -> Path | None:
     """The PDM that the settings name, else a shipped one that fits. Raises ConfigError if the named
     one does not."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from service.messages import Copy, Rows, spans
 from service.pipeline.padded import PaddedBatch, finite
+from service.target_config import TargetConfig
 
 
 class Batch:
@@ -45,7 +45,7 @@ class SlotCache:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: TargetConfig,
         layers: int,
         slots: int,
         max_len: int,
@@ -55,11 +55,8 @@ class SlotCache:
         scratch: bool = False,
     ) -> None:
         """`scratch`: each slot has one position more, for the padding of `PaddedBatch`."""
-        head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
         self.scratch, self.max_len = scratch, max_len
-        shape = (layers, slots, config.num_key_value_heads, max_len + scratch, head_dim)
+        shape = (layers, slots, config.num_key_value_heads, max_len + scratch, config.head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -70,6 +67,10 @@ class SlotCache:
     @property
     def dtype(self) -> torch.dtype:
         return self._keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._keys.device
 
     def copy(self, order: Copy) -> None:
         """What a slot holds of its first positions, to another slot."""

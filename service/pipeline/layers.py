@@ -1,32 +1,36 @@
 """The target's parts with only the needed tensors read: a run of decoder layers, the embedding, the
-final norm and the head. Their structure is that of transformers' own modules."""
+final norm and the head."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from service.config import ConfigError
 from service.pipeline.cache import Batch, SlotCache
-from service.pipeline.decoder import DecoderLayer, rotation_tables
+from service.pipeline.decoder import DecoderLayer
 from service.pipeline.padded import PaddedBatch
+from service.pipeline.skeleton import Rotation, target_layer, target_norm
+from service.target_config import TargetConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 
-def model_skeleton(config: PretrainedConfig) -> Any:
-    """The whole target on the meta device: its structure without memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).eval()
+def target_shapes(config: TargetConfig) -> dict[str, list[int]]:
+    """The shapes of all its tensors, by their names."""
+    table = [config.vocab_size, config.hidden_size]
+    shapes = {EMBEDDING: table, NORM: [config.hidden_size], HEAD: table}
+    for number in range(config.num_hidden_layers):
+        for name, empty in target_layer(config, number).named_parameters():
+            shapes[f"model.layers.{number}.{name}"] = list(empty.shape)
+    return shapes
 
 
 class WeightReader:
@@ -42,7 +46,7 @@ class WeightReader:
             with _opened(file) as tensors:
                 self._files = dict.fromkeys(tensors.keys(), file)
 
-    def check(self, config: PretrainedConfig) -> None:
+    def check(self, config: TargetConfig) -> None:
         """Raises ConfigError unless all files are whole and have the target's tensors, in the
         shapes that its configuration says. Only their headers are read."""
         there = {}
@@ -50,17 +54,17 @@ class WeightReader:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     there[name] = tensors.get_slice(name).get_shape()
-        for name, empty in model_skeleton(config).named_parameters():
+        for name, shape in target_shapes(config).items():
             name = self.head_name(config) if name == HEAD else name
             if name not in there:
                 raise ConfigError(_no_tensor(name))
-            if there[name] != list(empty.shape):
+            if there[name] != shape:
                 raise ConfigError(
                     f"model: the tensor {name!r} has the shape {there[name]}; by config.json it "
-                    f"should be {list(empty.shape)}. Are these files of one model?"
+                    f"should be {shape}. Are these files of one model?"
                 )
 
-    def head_name(self, config: PretrainedConfig) -> str:
+    def head_name(self, config: TargetConfig) -> str:
         """The head's tensor: its own if there is one, whatever the config says of tying."""
         return EMBEDDING if config.tie_word_embeddings and HEAD not in self._files else HEAD
 
@@ -112,18 +116,11 @@ def fill(module: nn.Module, prefix: str, tensor: Callable[[str], Tensor]) -> Non
         setattr(module.get_submodule(parent), leaf, parameter)
 
 
-def rotary_embedding(skeleton: Any, config: PretrainedConfig, device: torch.device) -> nn.Module:
-    """The target's position embedding; it has no weights, its buffers are computed anew."""
-    with torch.device(device):
-        rotary: nn.Module = type(skeleton.model.rotary_emb)(config)
-    return rotary
-
-
 def read_norm(
-    skeleton: Any, read: WeightReader, dtype: torch.dtype, device: torch.device
+    config: TargetConfig, read: WeightReader, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """The target's final norm with its weights."""
-    norm: nn.Module = skeleton.model.norm
+    norm = target_norm(config)
     fill(norm, NORM.removesuffix("weight"), lambda name: read(name, dtype, device))
     return norm
 
@@ -131,11 +128,14 @@ def read_norm(
 class DecoderLayers(nn.Module):
     """A run of decoder layers with their positions and their slot cache."""
 
-    def __init__(self, layers: Iterable[DecoderLayer], rotary: nn.Module, cache: SlotCache) -> None:
+    def __init__(
+        self, layers: Iterable[DecoderLayer], rotation: Rotation, cache: SlotCache
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._cache = cache
-        self._cos, self._sin = rotation_tables(rotary, cache.max_len, cache.dtype)
+        positions = torch.arange(cache.max_len, device=cache.device)
+        self._cos, self._sin = rotation(positions, cache.dtype)  # [max_len, 1, head_dim]
         if cache.scratch:  # padding stands there, and is turned anyhow
             self._cos, self._sin = (torch.cat([t, t[-1:]]) for t in (self._cos, self._sin))
 
@@ -144,29 +144,26 @@ class DecoderLayers(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Rows [R, H] through the layers -> (rows [R, H], the outputs of the layers whose number
         within this run, counted from 1, is in `taps`)."""
-        rotation = self._cos[batch.positions], self._sin[batch.positions]
+        turn = self._cos[batch.positions], self._sin[batch.positions]
         tapped = []
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, number, self._cache, batch, rotation)
+            hidden = layer(hidden, number, self._cache, batch, turn)
             if number + 1 in taps:
                 tapped.append(hidden)
         return hidden, tapped
 
 
 def read_layers(
-    skeleton: Any,
+    config: TargetConfig,
     read: WeightReader,
-    config: PretrainedConfig,
     start: int,
     cache: SlotCache,
-    dtype: torch.dtype,
-    device: torch.device,
     weights: str | None = None,
 ) -> DecoderLayers:
     """The target's layers from number `start` on, as many as the cache has, with their weights."""
     layers = []
     for number in range(start, start + cache.layers):
-        layer = deepcopy(skeleton.model.layers[number])  # or all would be in memory twice
-        fill(layer, f"model.layers.{number}.", lambda name: read(name, dtype, device))
+        layer = target_layer(config, number)
+        fill(layer, f"model.layers.{number}.", lambda name: read(name, cache.dtype, cache.device))
         layers.append(DecoderLayer(layer, weights))
-    return DecoderLayers(layers, rotary_embedding(skeleton, config, device), cache)
+    return DecoderLayers(layers, Rotation(config, cache.device), cache)

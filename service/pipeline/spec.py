@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from service.target_config import TargetConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
@@ -23,6 +25,7 @@ class ActorSpec:
     """What stages and drafter have in common. `bounds` are a(0)..a(n), see `stage_bounds`."""
 
     folder: str
+    target: TargetConfig
     bounds: tuple[int, ...]
     anchors: tuple[int, ...]  # empty: nothing is tapped
     slots: int

@@ -27,7 +27,6 @@ from service.pipeline.decode_step import DecodeStep, StepShape
 from service.pipeline.layers import (
     EMBEDDING,
     WeightReader,
-    model_skeleton,
     read_layers,
     read_norm,
 )
@@ -36,7 +35,6 @@ from service.pipeline.padded import PaddedBatch
 from service.pipeline.spec import ActorSpec
 from service.pipeline.texts import SlotTexts
 from service.sampling import DraftDistribution, logprobs, uses_q, verify
-from service.target import load_target_config
 
 # Some of a forward's rows, by their numbers or from one to another -> their logits [.., V]
 Logits = Callable[[list[int] | slice], Tensor]
@@ -66,20 +64,16 @@ class Stage:
 
     def _load(self, spec: ActorSpec, start: int, end: int) -> None:
         folder, dtype, device = Path(spec.folder), spec.torch_dtype, self._device
-        config = load_target_config(folder)
-        skeleton = model_skeleton(config)
-        read = WeightReader(folder)
+        config, read = spec.target, WeightReader(folder)
         slots, max_len = spec.slots, spec.max_len
         self._cache = SlotCache(
             config, end - start, slots, max_len, dtype, device, scratch=spec.static_steps
         )
-        self.layers = read_layers(
-            skeleton, read, config, start, self._cache, dtype, device, spec.weights
-        )
+        self.layers = read_layers(config, read, start, self._cache, spec.weights)
         if self.is_first:
             self.embedding = read(EMBEDDING, dtype, device)  # [V, H]
         if self.is_last:
-            self.norm = read_norm(skeleton, read, dtype, device)
+            self.norm = read_norm(config, read, dtype, device)
             head = read.head_name(config)
             shared = self.is_first and head == EMBEDDING
             weight = self.embedding if shared else read(head, dtype, device)  # [V, H]
