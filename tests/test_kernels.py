@@ -48,7 +48,7 @@ from tests.toys import (
 CPU = torch.device("cpu")
 COUNT = 14
 PROMPTS = prompts_of([1, 2, 7, 19])
-ROWS = [1, 2, 3, 4, 5, 8, 33]
+ROWS = [1, 2, 3, 4, 5, 8, 16, 17, 33]
 
 
 def has_int8() -> bool:
@@ -109,6 +109,22 @@ def test_an_int8_row_does_not_depend_on_its_neighbours() -> None:
         for count in (1, 2, 3, 9):
             part = x[first : first + count]
             assert torch.equal(linear(part), together[first : first + len(part)])
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, pytest.param(Int8Linear, marks=needs_int8)])
+def test_many_numbers_of_rows_are_few_products(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What oneDNN keeps for each of them is much, so it must not grow with every prompt."""
+    linear, met = kind(noise(50, 24)), set()
+    product = linear._product
+
+    def counting(x: Tensor, *others: Any) -> Tensor:
+        met.add(len(x))
+        return product(x, *others)
+
+    monkeypatch.setattr(linear, "_product", counting)
+    for count in range(1, 145):
+        assert linear(noise(count, 24)).shape == (count, 50)
+    assert len(met) <= 16 + 144 // 8
 
 
 @needs_int8

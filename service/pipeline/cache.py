@@ -15,15 +15,16 @@ from service.messages import Copy, Rows, spans
 from service.pipeline.padded import PaddedBatch, finite
 from service.target_config import TargetConfig
 
+_NO_BIAS = torch.zeros(1)
+
 
 class Batch:
     """The rows of one forward, laid end to end, and their place in the slots."""
 
     def __init__(self, rows: Sequence[Rows], device: torch.device) -> None:
         self.rows = tuple(rows)
-        self.positions = torch.cat(  # [R]
-            [torch.arange(r.start, r.end) for r in rows]
-        ).to(device)
+        positions = [position for r in rows for position in range(r.start, r.end)]
+        self.positions = torch.tensor(positions, device=device)  # [R]
         self._masks: dict[tuple[Rows, int | None], Tensor] = {}
 
     def mask(self, rows: Rows, window: int | None) -> Tensor:
@@ -115,8 +116,11 @@ class SlotCache:
 def _one_row(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """The heads [1, heads, head_dim] that share keys [kv_heads, S, head_dim] go as rows of one
     product: all see all that is there, so no mask is needed, and nothing is read twice."""
-    grouped = query.view(1, len(keys), -1, query.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=scaling)
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    if query.dtype == torch.float32 and not query.is_cuda:  # plain steps are faster there
+        scores = torch.baddbmm(_NO_BIAS, grouped, keys.mT, beta=0, alpha=scaling)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(1, -1)
+    out = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], scale=scaling)
     return out.reshape(1, -1)
 
 

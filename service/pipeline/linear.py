@@ -4,6 +4,10 @@ return [R, out] in the rows' precision.
 At a few rows a product is bound by reading its weight. On CPUs torch's own kernels do so at 10 GB/s
 a core, oneDNN's at 17 if the weight lies in its blocks; and what it computes for a row does not
 depend, to the last bit, on the rows beside it.
+
+The layers of a small target take as long for their many small steps as for reading weights. Such a
+step is some microseconds whatever it does, so what counts is how many there are; a Python number
+among the operands is one more.
 """
 
 from collections.abc import Iterable
@@ -16,7 +20,8 @@ from service.config import ConfigError
 
 _FEWEST_ROWS = 4  # of oneDNN's product: 4 rows cost no more than one, and one is added up otherwise
 _ROWS_HINT = 16  # for the blocks in which a weight is laid out; they serve any number of rows
-_TINY = 1e-12  # a row or weight of zeros is divided by this
+_TINY = 1e-12  # a weight of zeros is divided by this
+_FREE_ROWS, _ROWS_STEP = 16, 8  # see `_stepped`
 _LARGEST = 32512.0  # = 127 * 256
 
 
@@ -48,9 +53,11 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         count = len(x)
         if count < _FEWEST_ROWS:
-            x = F.pad(x, (0, 0, 0, _FEWEST_ROWS - count))
+            x = _padded(x, _FEWEST_ROWS)
+        elif count > _FREE_ROWS:
+            x = _padded(x, _stepped(count))
         out: Tensor = self._product(x, self.weight, self.bias, "none", [], "")
-        return out[:count] if count < _FEWEST_ROWS else out
+        return out if len(out) == count else out[:count]
 
 
 class Int8Linear(nn.Module):
@@ -77,18 +84,44 @@ class Int8Linear(nn.Module):
         self._product = torch.ops.onednn.qlinear_pointwise.default
 
     def forward(self, x: Tensor) -> Tensor:
-        count, rows = len(x), x.float()
-        largest = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_TINY)
+        rows = x.float()
+        if len(x) > _FREE_ROWS:
+            rows = _padded(rows, _stepped(len(x)))
+        count = len(rows)
+        largest = rows.abs().amax(dim=-1, keepdim=True)
+        # A row of zeros becomes any bytes: what comes of them is multiplied by its largest, 0.
         whole = torch.addcmul(self._offset, rows, self._most / largest).to(torch.int32)
-        parts = whole.view(torch.uint8).view(count, -1, 4)  # little-endian: low, high, 0, 0
-        parts = parts[..., : 4 if count == 1 else 2]  # 4 rows take less time than 2
-        parts = parts.permute(2, 0, 1).flatten(0, 1)
         out = self._product(
-            parts, 1.0, 128, self.weight, self.scales, self.zeros,
+            _bytes(whole), 1.0, 128, self.weight, self.scales, self.zeros,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         out = torch.add(out[:count], out[count : 2 * count], alpha=256).mul_(largest)
-        return (out if self.bias is None else out + self.bias).to(x.dtype)
+        out = (out if self.bias is None else out + self.bias).to(x.dtype)
+        return out if len(out) == len(x) else out[: len(x)]
+
+
+def _bytes(whole: Tensor) -> Tensor:
+    """Whole numbers [R, in] int32 of 16 bits -> their low bytes, then their high ones [2R, in]. Of
+    one row two of zeros more: 4 rows take less time than 2."""
+    count, size = whole.shape
+    parts = whole.view(torch.uint8)  # little-endian: low, high, 0, 0
+    if count == 1:
+        return parts.as_strided((4, size), (1, 4))
+    return parts.as_strided((2, count, size), (1, 4 * size, 4)).flatten(0, 1)
+
+
+def _stepped(count: int) -> int:
+    """With how many rows a product of many is run. For every number of rows that it meets oneDNN
+    keeps kernels, half a MiB for each shape of a weight: of all the numbers that a chunk of a
+    prompt may have, that would be hundreds."""
+    return -(-count // _ROWS_STEP) * _ROWS_STEP
+
+
+def _padded(x: Tensor, count: int) -> Tensor:
+    """Rows [R, in] -> [count, in]; what is added is of no importance."""
+    if len(x) == 1:
+        return x.expand(count, -1)
+    return torch.cat([x, x[:1].expand(count - len(x), -1)])
 
 
 def make_linear(
