@@ -7,14 +7,14 @@ again after a rejection. So what stands before a position is always the text tha
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from service.config import ConfigError
 from service.messages import Admission, CyclePlan, Sampling
 from service.sampling import penalise
 from service.text.grammar import Follower, Grammars
@@ -27,6 +27,16 @@ class _Rules:
     admission: Admission
     bias: Tensor | None  # [V]
     follower: Follower | None
+
+
+@lru_cache(maxsize=1)
+def _grammars_soon(folder: Path, vocabulary: int) -> Future[Grammars]:
+    """In a thread of its own: it takes a second or two, and few requests have a grammar. Where
+    there can't be any, none passes the door."""
+    pool = ThreadPoolExecutor(1)
+    loading = pool.submit(Grammars.load, folder, vocabulary)
+    pool.shutdown(wait=False)
+    return loading
 
 
 class SlotTexts:
@@ -47,9 +57,7 @@ class SlotTexts:
         self._draft_ids = draft_ids
         self._tokens = torch.zeros(slots, max_len, dtype=torch.int64)
         self._rules: dict[int, _Rules] = {}
-        self._grammars: Grammars | None = None
-        with suppress(ConfigError):  # then no request with a grammar passes the door
-            self._grammars = Grammars.load(folder, vocabulary)
+        self._grammars = _grammars_soon(folder, vocabulary)
 
     def take(self, plan: CyclePlan) -> None:
         """What a plan tells: copied prefixes, new requests, tokens that enter. Before anything
@@ -115,8 +123,7 @@ class SlotTexts:
             bias[torch.tensor(ids, device=self._device)] = torch.tensor(added, device=self._device)
         follower = None
         if admission.grammar is not None:
-            assert self._grammars is not None, "the door refuses grammars"
-            follower = self._grammars.follow(admission.grammar)
+            follower = self._grammars.result().follow(admission.grammar)
         return _Rules(admission, bias, follower)
 
     def _counts(self, text: Tensor) -> Tensor:
