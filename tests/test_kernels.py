@@ -12,6 +12,7 @@ from service.config import ConfigError, parse_settings
 from service.messages import Rows
 from service.pipeline.blueprint import make_blueprint
 from service.pipeline.cache import Batch
+from service.pipeline.layers import target_shapes
 from service.pipeline.linear import (
     Int8Linear,
     PackedLinear,
@@ -22,8 +23,9 @@ from service.pipeline.linear import (
     replace_linears,
 )
 from service.pipeline.local_graph import LocalGraph
-from service.pipeline.skeleton import RMSNorm
+from service.pipeline.skeleton import RMSNorm, Rotation, rotated
 from service.pipeline.stage import Stage
+from service.target import load_target_config
 from service.text.tokenizer import Tokenizer
 from tests.real_prompts import TEXTS
 from tests.toys import (
@@ -200,6 +202,31 @@ def test_layers_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
             _, taps = stage.layers(both, Batch(rows, CPU), range(1, 7))
             found.append(torch.stack(taps)[:, -len(own) :])
     torch.testing.assert_close(torch.cat(found, dim=1), expected[1:], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
+    """What a folder should hold, by its config alone."""
+    architecture, config = VARIANTS[variant]
+    toy_target(tmp_path, architecture, **config)
+    expected = {n: list(p.shape) for n, p in reference(tmp_path).state_dict().items()}
+    assert target_shapes(load_target_config(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_rotations_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    scaled = {"rope_type": kind, "factor": 2.0, "rope_theta": 500.0} | more
+    if kind in ("yarn", "llama3"):
+        scaled["original_max_position_embeddings"] = 64
+    toy_target(tmp_path, rope_parameters=scaled)
+    positions = torch.arange(200)
+    cos, sin = reference(tmp_path).model.rotary_emb(noise(1), positions[None])
+    turn = Rotation(load_target_config(tmp_path), CPU)(positions, torch.float32)
+    x = noise(200, 3, 8)
+    first, second = x.chunk(2, dim=-1)
+    expected = x * cos[0, :, None] + torch.cat([-second, first], dim=-1) * sin[0, :, None]
+    torch.testing.assert_close(rotated(x, turn), expected, atol=1e-6, rtol=1e-6)
 
 
 # --- weights of 8 bits --------------------------------------------------------------------------

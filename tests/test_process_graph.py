@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -173,3 +175,9 @@ def test_shared_tensors() -> None:
     assert torch.equal(found, second), "what was got is the reader's own"
     with pytest.raises(ValueError, match="a tensor of 68 bytes is sent, 64 are there"):
         writer.put(torch.zeros(17))
+
+
+def test_an_actor_starts_without_transformers() -> None:
+    """Importing it takes each process of a pipeline seconds, at every start and restart."""
+    program = "import sys, service.pipeline.process_actor; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -154,15 +154,16 @@ def assert_same(model, prompt, wanted, got, sampling=None) -> None:
 
 
 PIPELINES = [(2, "ray"), (3, "local"), (2, "local"), (3, "ray")]
+EVERY_DAY = (2, "local")
 
 
-def cases(count: int, every_day: dict[tuple[int, str], int]):
-    """Each pipeline with `count` things; all but the first few of a pipeline are for test-full."""
+def cases(count: int, every_day: int = 1):
+    """Each pipeline with `count` things; all but the first few of one are for test-full."""
     values = [
         pytest.param(
             pipeline,
             i,
-            marks=() if i < every_day.get(pipeline, 0) else pytest.mark.full,
+            marks=() if pipeline == EVERY_DAY and i < every_day else pytest.mark.full,
             id=f"n{pipeline[0]}-{pipeline[1]}-{i}",
         )
         for pipeline in PIPELINES
@@ -171,7 +172,7 @@ def cases(count: int, every_day: dict[tuple[int, str], int]):
     return pytest.mark.parametrize(("pipeline", "i"), values, indirect=["pipeline"])
 
 
-@cases(len(CHATS) + len(TEXTS), every_day={(2, "local"): 1})
+@cases(len(CHATS) + len(TEXTS))
 def test_greedy_text_is_plain_greedy_text(model, prompts, expected, pipeline, i) -> None:
     """With every drafter the same text, and the cycles that theory says."""
     prompt, n, decoded = prompts[i], pipeline.n, TOKENS - 1
@@ -208,7 +209,7 @@ SETTINGS = [
 ]
 
 
-@cases(3, every_day={})
+@cases(3, every_day=0)
 def test_a_seed_means_the_same_text(model, prompts, pipeline, i) -> None:
     """Speculation on or off, alone or in a batch of four."""
     chosen = prompts[4 * i : 4 * i + 4]
@@ -228,7 +229,7 @@ def test_a_seed_means_the_same_text(model, prompts, pipeline, i) -> None:
         assert_same(model, prompt, alone[k], together[str(k)], sampling)
 
 
-@cases(1, every_day={})
+@cases(1, every_day=0)
 def test_penalties_and_bias_are_those_of_transformers(model, prompts, pipeline, i) -> None:
     """`generate` with its processors, greedy, token for token; speculation on and off."""
     space, the = 216, 260
@@ -251,7 +252,7 @@ def test_penalties_and_bias_are_those_of_transformers(model, prompts, pipeline, 
         assert stats.drafted > 0
 
 
-@cases(1, every_day={(2, "local"): 1})
+@cases(1)
 def test_log_probabilities_are_those_of_transformers(model, prompts, pipeline, i) -> None:
     """Of a prompt and its answer, drawn with a temperature that they do not know of."""
     prompt = prompts[i]
@@ -281,7 +282,7 @@ def test_log_probabilities_are_those_of_transformers(model, prompts, pipeline, i
             )
 
 
-@cases(1, every_day={(2, "local"): 1})
+@cases(1)
 def test_a_conversation_goes_on_where_it_ended(model, prompts, pipeline, i) -> None:
     """Its second turn is what it would be in an empty pipeline; so is a branch of the first."""
     prompt = prompts[i + 1]
@@ -295,7 +296,7 @@ def test_a_conversation_goes_on_where_it_ended(model, prompts, pipeline, i) -> N
     assert made.stats["1"].cached + made.stats["2"].cached > len(prompt)
 
 
-@cases(1, every_day={(2, "local"): 1})
+@cases(1)
 def test_a_grammar_under_speculation(model, prompts, pipeline, i) -> None:  # noqa: ARG001
     """Constrained text is valid, the same with every drafter, and drafted well."""
     schema = {
@@ -323,7 +324,7 @@ def test_a_grammar_under_speculation(model, prompts, pipeline, i) -> None:  # no
     assert stats.accepted / stats.decoded > 0.5
 
 
-@cases(1, every_day={(2, "local"): 1})
+@cases(1)
 def test_stages_hold_their_own_layers_alone(pipeline, i) -> None:  # noqa: ARG001
     """By number of parameters: nothing of another stage is in an actor's memory."""
     layer, head, norm = 3_540_096, VOCABULARY * 576, 576

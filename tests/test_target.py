@@ -132,6 +132,18 @@ def test_supported_architectures(tmp_path: Path, architecture: str) -> None:
     assert target.load_target_config(tmp_path).architecture == architecture
 
 
+def test_what_layers_can_not_do_is_refused(folder: Path) -> None:
+    change(folder, hidden_act="quick_gelu")
+    with pytest.raises(ConfigError, match=r"activation 'quick_gelu'.*Supported are: silu, relu"):
+        target.load_target_config(folder)
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
+    scaled = {"rope_type": "longrope", "rope_theta": 500.0, "factor": 2.0, **factors}
+    scaled["original_max_position_embeddings"] = 32
+    change(folder, hidden_act="silu", rope_parameters=scaled)
+    with pytest.raises(ConfigError, match="rope_type longrope"):
+        target.load_target_config(folder)
+
+
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None])
 def test_unsupported_architecture(folder: Path, architectures: list[str] | None) -> None:
     change(folder, architectures=architectures)
