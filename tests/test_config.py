@@ -12,6 +12,7 @@ import yaml
 from service.app import build, pipeline_options
 from service.config import ConfigError, Settings, parse_settings
 from service.pipeline.spec import ActorSpec
+from service.target import load_target_config
 from service.preflight import check
 
 ROOT = Path(__file__).parent.parent
@@ -181,9 +182,12 @@ def test_gpus_that_nobody_would_use(args: dict[str, Any], message: str) -> None:
         parse_settings(args)
 
 
-def test_who_sees_several_gpus_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sees_several_gpus_takes_turns(
+    monkeypatch: pytest.MonkeyPatch, default_model: Path
+) -> None:
     """Three stages and the PDM."""
-    spec = ActorSpec("", (0, 1, 2, 3), (), 1, 8, "bfloat16", "cuda", 1)
+    target = load_target_config(default_model)
+    spec = ActorSpec("", target, (0, 1, 2, 3), (), 1, 8, "bfloat16", "cuda", 1)
 
     def devices(count: int) -> list[int | None]:
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
