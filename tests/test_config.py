@@ -12,8 +12,8 @@ import yaml
 from service.app import build, pipeline_options
 from service.config import ConfigError, Settings, parse_settings
 from service.pipeline.spec import ActorSpec
-from service.target import load_target_config
 from service.preflight import check
+from service.target import load_target_config
 
 ROOT = Path(__file__).parent.parent
 
