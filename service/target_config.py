@@ -15,6 +15,7 @@ Activation = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": F.silu,
+    "swish": F.silu,
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -59,10 +60,11 @@ def target_config(config: Any) -> TargetConfig:
             f"model: the activation {config.hidden_act!r} (hidden_act in config.json) is not "
             f"supported. Supported are: {', '.join(ACTIVATIONS)}"
         )
+    # Each architecture has its own options; what else a config.json may hold means nothing.
     kind: str = config.model_type
     layers = config.num_hidden_layers
     inv_freq, attention_scaling = _rotation(config)
-    attention_bias = bool(getattr(config, "attention_bias", False))
+    attention_bias = kind in ("llama", "qwen3", "smollm3") and config.attention_bias
     return TargetConfig(
         architecture=config.architectures[0],
         hidden_size=config.hidden_size,
@@ -74,7 +76,7 @@ def target_config(config: Any) -> TargetConfig:
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         windows=_windows(config),
-        rotates=tuple(map(bool, getattr(config, "no_rope_layers", [1] * layers))),
+        rotates=tuple(map(bool, config.no_rope_layers if kind == "smollm3" else [1] * layers)),
         inv_freq=tuple(inv_freq.tolist()),
         attention_scaling=attention_scaling,
         rms_norm_eps=config.rms_norm_eps,
@@ -82,7 +84,7 @@ def target_config(config: Any) -> TargetConfig:
         tie_word_embeddings=config.tie_word_embeddings,
         qkv_bias=kind == "qwen2" or attention_bias,
         out_bias=attention_bias,
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        mlp_bias=kind in ("llama", "smollm3") and config.mlp_bias,
         head_norms=kind == "qwen3",
     )
 
@@ -96,11 +98,12 @@ def _head_dim(config: Any) -> int:
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     layers: int = config.num_hidden_layers
-    window: int | None = getattr(config, "sliding_window", None)
+    if config.model_type == "llama":
+        return (None,) * layers
+    window: int | None = config.sliding_window
     if config.model_type == "mistral":
         return (window,) * layers
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def _rotation(config: Any) -> tuple[Tensor, float]:
@@ -114,9 +117,17 @@ def _rotation(config: Any) -> tuple[Tensor, float]:
             "model: its rope_type longrope turns what is cached otherwise when a text grows long, "
             "which this server can't. Give a model with another rope_type."
         )
+    head_dim = _head_dim(config)
     if kind == "default":
-        head_dim = _head_dim(config)
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / parameters["rope_theta"] ** steps, 1.0
+    if kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise ConfigError(f"model: its rope_type {kind!r} is not known. Known are: {known}")
     inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if 2 * len(inv_freq) != head_dim:
+        raise ConfigError(
+            f"model: its positions turn {2 * len(inv_freq)} of the {head_dim} numbers of a head "
+            "(partial_rotary_factor); only models that turn all of them can be run."
+        )
     return inv_freq, float(attention_scaling)

@@ -178,6 +178,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     ),
     "Llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "Qwen3-biases": ("Qwen3ForCausalLM", {"attention_bias": True}),
+    "SmolLM3-biases": ("SmolLM3ForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    # What transformers' models of a kind don't read must not change ours.
+    "Mistral-stray": ("MistralForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "Qwen2-stray": ("Qwen2ForCausalLM", {"attention_bias": True, "no_rope_layers": [0] * 6}),
+    "Llama-stray": ("LlamaForCausalLM", {"sliding_window": 3, "no_rope_layers": [0] * 6}),
     "Llama-dynamic": (
         "LlamaForCausalLM",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}},

@@ -134,13 +134,20 @@ def test_supported_architectures(tmp_path: Path, architecture: str) -> None:
 
 def test_what_layers_can_not_do_is_refused(folder: Path) -> None:
     change(folder, hidden_act="quick_gelu")
-    with pytest.raises(ConfigError, match=r"activation 'quick_gelu'.*Supported are: silu, relu"):
+    with pytest.raises(ConfigError, match=r"activation 'quick_gelu'.*Supported are: silu, swish"):
         target.load_target_config(folder)
     factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
     scaled = {"rope_type": "longrope", "rope_theta": 500.0, "factor": 2.0, **factors}
     scaled["original_max_position_embeddings"] = 32
     change(folder, hidden_act="silu", rope_parameters=scaled)
     with pytest.raises(ConfigError, match="rope_type longrope"):
+        target.load_target_config(folder)
+    change(folder, rope_parameters={"rope_type": "spiral", "rope_theta": 500.0})
+    with pytest.raises(ConfigError, match="rope_type 'spiral' is not known"):
+        target.load_target_config(folder)
+    partial = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    change(folder, rope_parameters=partial | {"partial_rotary_factor": 0.5})
+    with pytest.raises(ConfigError, match="turn 2 of the 4 numbers"):
         target.load_target_config(folder)
 
 

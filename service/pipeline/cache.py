@@ -24,7 +24,7 @@ class Batch:
     def __init__(self, rows: Sequence[Rows], device: torch.device) -> None:
         self.rows = tuple(rows)
         positions = [position for r in rows for position in range(r.start, r.end)]
-        self.positions = torch.tensor(positions, device=device)  # [R]
+        self.positions = torch.tensor(positions, dtype=torch.int64, device=device)  # [R]
         self._masks: dict[tuple[Rows, int | None], Tensor] = {}
 
     def mask(self, rows: Rows, window: int | None) -> Tensor:

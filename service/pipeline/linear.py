@@ -119,6 +119,8 @@ def _stepped(count: int) -> int:
 
 def _padded(x: Tensor, count: int) -> Tensor:
     """Rows [R, in] -> [count, in]; what is added is of no importance."""
+    if len(x) == count:
+        return x
     if len(x) == 1:
         return x.expand(count, -1)
     return torch.cat([x, x[:1].expand(count - len(x), -1)])

@@ -108,7 +108,7 @@ def rotated(x: Tensor, turn: Turn) -> Tensor:
 def target_layer(config: TargetConfig, layer: int) -> Layer:
     """One decoder layer of the target, without memory."""
     with torch.device("meta"):
-        return Layer(config, layer).eval()
+        return Layer(config, layer)
 
 
 def target_norm(config: TargetConfig) -> RMSNorm:

@@ -5,6 +5,7 @@ Like keys and values, a token is written at its (slot, position) when its row en
 again after a rejection. So what stands before a position is always the text that it continues.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from service.config import ConfigError
 from service.messages import Admission, CyclePlan, Sampling
 from service.sampling import penalise
 from service.text.grammar import Follower, Grammars
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,12 +35,23 @@ class _Rules:
 
 @lru_cache(maxsize=1)
 def _grammars_soon(folder: Path, vocabulary: int) -> Future[Grammars]:
-    """In a thread of its own: it takes a second or two, and few requests have a grammar. Where
-    there can't be any, none passes the door."""
+    """In a thread of its own: with the import of transformers it takes some seconds, and few
+    requests have a grammar. The first cycle that needs it waits for it. Where there can't be any,
+    none passes the door."""
     pool = ThreadPoolExecutor(1)
-    loading = pool.submit(Grammars.load, folder, vocabulary)
+    loading = pool.submit(_load_grammars, folder, vocabulary)
     pool.shutdown(wait=False)
     return loading
+
+
+def _load_grammars(folder: Path, vocabulary: int) -> Grammars:
+    try:
+        return Grammars.load(folder, vocabulary)
+    except ConfigError:
+        raise
+    except Exception:
+        log.exception("grammars can't be loaded; the first request with one will fail")
+        raise
 
 
 class SlotTexts:
