@@ -1,6 +1,7 @@
 """The graph of processes: the same text as the local one, and its failures."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -177,7 +178,15 @@ def test_shared_tensors() -> None:
         writer.put(torch.zeros(17))
 
 
-def test_an_actor_starts_without_transformers() -> None:
+def test_actors_start_without_transformers(toy: Blueprint, tmp_path: Path) -> None:
     """Importing it takes each process of a pipeline seconds, at every start and restart."""
-    program = "import sys, service.pipeline.process_actor; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    (tmp_path / "blueprint").write_bytes(pickle.dumps(toy))
+    program = """
+import pickle, sys
+from service.pipeline.process_actor import HostedActor
+made = pickle.load(open(sys.argv[1], "rb"))
+actors = [HostedActor(made, index, ()) for index in range(3)]
+sys.exit("transformers" in sys.modules)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "blueprint")]
+    assert subprocess.run(command, check=False).returncode == 0
