@@ -20,6 +20,8 @@ from service.pipeline.graph import GraphError
 from service.pipeline.local_graph import LocalGraph
 from service.pipeline.process_graph import ProcessGraph, hosts
 from service.pipeline.shared_tensors import SharedTensors
+from service.text.grammar import GrammarTokens
+from service.text.tokenizer import Tokenizer
 from tests.toys import blueprint, generate, prompts_of, requests_of, texts_of, toy_target
 
 STAGES = 2
@@ -178,15 +180,20 @@ def test_shared_tensors() -> None:
         writer.put(torch.zeros(17))
 
 
-def test_actors_start_without_transformers(toy: Blueprint, tmp_path: Path) -> None:
-    """Importing it takes each process of a pipeline seconds, at every start and restart."""
-    (tmp_path / "blueprint").write_bytes(pickle.dumps(toy))
+def test_actors_need_no_transformers(toy: Blueprint, default_model: Path, tmp_path: Path) -> None:
+    """Importing it takes each process of a pipeline seconds, at every start and restart; grammars
+    too come without it."""
+    tokens = GrammarTokens.of(default_model, Tokenizer.load(default_model), 49_152)
+    (tmp_path / "told").write_bytes(pickle.dumps((toy, tokens)))
     program = """
 import pickle, sys
+from service.messages import Grammar
 from service.pipeline.process_actor import HostedActor
-made = pickle.load(open(sys.argv[1], "rb"))
+from service.text.grammar import Grammars
+made, tokens = pickle.load(open(sys.argv[1], "rb"))
+assert Grammars(tokens).follow(Grammar("regex", "no")).allowed(()).any()
 actors = [HostedActor(made, index, ()) for index in range(3)]
 sys.exit("transformers" in sys.modules)
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "blueprint")]
+    command = [sys.executable, "-c", program, str(tmp_path / "told")]
     assert subprocess.run(command, check=False).returncode == 0

@@ -9,6 +9,7 @@ from torch import Tensor
 from service.messages import Admission, Copy, CyclePlan, Grammar, Rows, Sampling
 from service.pdm.drafter import Drafter
 from service.pipeline.texts import SlotTexts
+from service.text.grammar import GrammarTokens
 from service.text.tokenizer import Tokenizer
 
 V = 12
@@ -28,7 +29,7 @@ def plan(
 
 def texts(draft_ids: list[int] | None = None) -> SlotTexts:
     ids = None if draft_ids is None else torch.tensor(draft_ids)
-    return SlotTexts(Path("/nowhere"), V, 3, 32, torch.device("cpu"), ids)
+    return SlotTexts(None, V, 3, 32, torch.device("cpu"), ids)
 
 
 def scores(of: SlotTexts, position: int, slot: int = 0, width: int = V) -> list[float]:
@@ -95,10 +96,15 @@ def tokenizer(default_model: Path) -> Tokenizer:
     return Tokenizer.load(default_model)
 
 
-def test_a_grammar_leaves_what_fits(default_model: Path, tokenizer: Tokenizer) -> None:
+@pytest.fixture(scope="module")
+def grammar_tokens(default_model: Path, tokenizer: Tokenizer) -> GrammarTokens:
+    return GrammarTokens.of(default_model, tokenizer, 49_152)
+
+
+def test_a_grammar_leaves_what_fits(grammar_tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
     """Along the answer, and nothing is forbidden behind a proposal that does not fit."""
     width = 49_152
-    of = SlotTexts(default_model, width, 1, 32, torch.device("cpu"))
+    of = SlotTexts(grammar_tokens, width, 1, 32, torch.device("cpu"))
     admission = Admission(0, 1, Sampling(), Grammar("regex", "(yes|no) sir"))
     of.take(plan((0, 0, (5,)), admitted=(admission,)))
 
@@ -119,9 +125,9 @@ def test_a_grammar_leaves_what_fits(default_model: Path, tokenizer: Tokenizer) -
 
 
 def test_a_grammar_that_has_ended_beats_min_tokens(
-    default_model: Path, tokenizer: Tokenizer
+    grammar_tokens: GrammarTokens, tokenizer: Tokenizer
 ) -> None:
-    of = SlotTexts(default_model, 49_152, 1, 32, torch.device("cpu"))
+    of = SlotTexts(grammar_tokens, 49_152, 1, 32, torch.device("cpu"))
     end = tokenizer.eos_token_id
     assert end is not None
     admission = Admission(0, 1, Sampling(), Grammar("regex", "no"), end_ids=(end,), min_end=9)
@@ -133,12 +139,12 @@ def test_a_grammar_that_has_ended_beats_min_tokens(
 
 
 def test_what_the_draft_vocabulary_lacks_is_proposed_all_the_same(
-    default_model: Path, tokenizer: Tokenizer
+    grammar_tokens: GrammarTokens, tokenizer: Tokenizer
 ) -> None:
     """Where the grammar allows no token of the draft's words, one that it allows is a proposal."""
     drafter = Drafter.__new__(Drafter)
     ids = torch.tensor(tokenizer.encode("no"))
-    drafter._texts = SlotTexts(default_model, 49_152, 1, 32, torch.device("cpu"), ids)
+    drafter._texts = SlotTexts(grammar_tokens, 49_152, 1, 32, torch.device("cpu"), ids)
     drafter.pdm = type("Words", (), {"draft_ids": ids})()
     admission = Admission(0, 1, Sampling(temperature=1.0), Grammar("regex", "[x]"))
     drafter._texts.take(plan((0, 0, (5,)), admitted=(admission,)))

@@ -65,7 +65,9 @@ class Drafter:
         )
         self._cached = CachedPDM(self.pdm, self._cache, spec.weights)
         vocabulary = len(self._embedding)
-        self._texts = SlotTexts(folder, vocabulary, slots, max_len, device, self.pdm.draft_ids)
+        self._texts = SlotTexts(
+            spec.grammar_tokens, vocabulary, slots, max_len, device, self.pdm.draft_ids
+        )
         self._left = torch.zeros(slots, max_len, config.hidden_size, dtype=dtype, device=device)
         self._types = depth_types(spec.anchors, spec.bounds)
         self._tapped = tapped_stages(spec.anchors, spec.bounds)

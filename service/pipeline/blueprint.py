@@ -23,6 +23,8 @@ from service.pipeline.partition import balanced_layers, check_layers, stage_boun
 from service.pipeline.spec import ActorSpec, Emulation
 from service.target import check_context, load_target_config, resolve_target
 from service.target_config import TargetConfig
+from service.text.grammar import GrammarTokens
+from service.text.tokenizer import Tokenizer
 
 _FLOAT_BYTES = 4
 _HEAD_READS = 0.75  # the time of a byte of the head, in that of a layer's; measured on CPUs
@@ -120,10 +122,17 @@ def make_blueprint(settings: Settings) -> Blueprint:
         threads=pipeline.threads,
         emulation=make_emulation(settings.emulated, config, draft_ids),
         weights=settings.weights,
+        grammar_tokens=_grammar_tokens(folder, config),
         static_steps=settings.device == "cuda" and pipeline.cuda_graphs,
     )
     named = None if checkpoint is None else str(checkpoint)
     return Blueprint(spec, named, draft_ids, broken)
+
+
+def _grammar_tokens(folder: Path, config: TargetConfig) -> GrammarTokens | None:
+    with suppress(ConfigError):  # the ingress says why
+        return GrammarTokens.of(folder, Tokenizer.load(folder), config.vocab_size)
+    return None
 
 
 def make_emulation(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from service.target_config import TargetConfig
+from service.text.grammar import GrammarTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class ActorSpec:
     threads: int
     emulation: Emulation | None = None
     weights: str | None = None  # "int8", else as `dtype`
+    grammar_tokens: GrammarTokens | None = None  # None: no answer can be constrained
     static_steps: bool = False  # single tokens run in fixed shapes, `service.pipeline.decode_step`
 
     @property

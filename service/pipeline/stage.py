@@ -78,7 +78,7 @@ class Stage:
             shared = self.is_first and head == EMBEDDING
             weight = self.embedding if shared else read(head, dtype, device)  # [V, H]
             self.head = make_linear(weight, None, spec.weights)
-            self._texts = SlotTexts(folder, len(weight), slots, max_len, device)
+            self._texts = SlotTexts(spec.grammar_tokens, len(weight), slots, max_len, device)
         if spec.static_steps:
             shape = StepShape(slots, max_len, config.hidden_size, dtype)
             self._step = DecodeStep(self._decoded, shape, device)

@@ -5,23 +5,18 @@ Like keys and values, a token is written at its (slot, position) when its row en
 again after a rejection. So what stands before a position is always the text that it continues.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from service.config import ConfigError
 from service.messages import Admission, CyclePlan, Sampling
 from service.sampling import penalise
-from service.text.grammar import Follower, Grammars
-
-log = logging.getLogger(__name__)
+from service.text.grammar import Follower, Grammars, GrammarTokens
 
 
 @dataclass(slots=True)
@@ -34,24 +29,11 @@ class _Rules:
 
 
 @lru_cache(maxsize=1)
-def _grammars_soon(folder: Path, vocabulary: int) -> Future[Grammars]:
-    """In a thread of its own: with the import of transformers it takes some seconds, and few
-    requests have a grammar. The first cycle that needs it waits for it. Where there can't be any,
-    none passes the door."""
-    pool = ThreadPoolExecutor(1)
-    loading = pool.submit(_load_grammars, folder, vocabulary)
-    pool.shutdown(wait=False)
-    return loading
-
-
-def _load_grammars(folder: Path, vocabulary: int) -> Grammars:
-    try:
-        return Grammars.load(folder, vocabulary)
-    except ConfigError:
-        raise
-    except Exception:
-        log.exception("grammars can't be loaded; the first request with one will fail")
-        raise
+def _grammars(tokens: GrammarTokens) -> Grammars | None:
+    """None for a target whose answers can't be constrained: no grammar passes the door."""
+    with suppress(ValueError):
+        return Grammars(tokens)
+    return None
 
 
 class SlotTexts:
@@ -59,20 +41,20 @@ class SlotTexts:
 
     def __init__(
         self,
-        folder: Path,
+        tokens: GrammarTokens | None,
         vocabulary: int,
         slots: int,
         max_len: int,
         device: torch.device,
         draft_ids: Tensor | None = None,
     ) -> None:
-        """`vocabulary`: the width V of the target's head. `draft_ids` [D]: where scores are of
-        these tokens alone."""
+        """`tokens`: None where no answer is constrained. `vocabulary`: the width V of the target's
+        head. `draft_ids` [D]: where scores are of these tokens alone."""
         self._vocabulary, self._device = vocabulary, device
         self._draft_ids = draft_ids
         self._tokens = torch.zeros(slots, max_len, dtype=torch.int64)
         self._rules: dict[int, _Rules] = {}
-        self._grammars = _grammars_soon(folder, vocabulary)
+        self._grammars = None if tokens is None else _grammars(tokens)
 
     def take(self, plan: CyclePlan) -> None:
         """What a plan tells: copied prefixes, new requests, tokens that enter. Before anything
@@ -138,7 +120,8 @@ class SlotTexts:
             bias[torch.tensor(ids, device=self._device)] = torch.tensor(added, device=self._device)
         follower = None
         if admission.grammar is not None:
-            follower = self._grammars.result().follow(admission.grammar)
+            assert self._grammars is not None, "the door lets no grammar pass"
+            follower = self._grammars.follow(admission.grammar)
         return _Rules(admission, bias, follower)
 
     def _counts(self, text: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -48,28 +49,50 @@ _LIMITS = LLParserLimits(
 _SAMPLE = 'Grüße, "日本": {"a b": [1, -2.5e3]}\n\t  🚀'
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """What grammars know of a target's tokens. It is sent to the actors, which so need neither the
+    tokenizer nor the seconds that the import of transformers takes."""
+
+    tokenizer_json: str = field(repr=False)
+    end_ids: tuple[int, ...]
+    named: int  # ids from here on have no text: the head is wider than the vocabulary
+    width: int  # of the target's head
+
+    @classmethod
+    def of(cls, folder: Path, tokenizer: Tokenizer, width: int) -> Self:
+        """Raises ConfigError where answers of the target in `folder` can't be constrained."""
+        end_ids = tuple(sorted(eos_token_ids(folder, tokenizer)))
+        if not end_ids:
+            raise _unusable(folder, "it names no end token")
+        text = tokenizer.to_json()
+        if text is None:
+            raise _unusable(folder, "its tokenizer has no tokenizer.json and can't be converted")
+        return cls(text, end_ids, tokenizer.vocab_size, width)
+
+
 class Grammars:
     """Compiles grammars for one target. May be used by several threads."""
 
-    def __init__(self, tokenizer: LLTokenizer, end_ids: Sequence[int], named: int) -> None:
-        """Ids from `named` on have no text: the head is wider than the vocabulary."""
-        self._tokenizer = tokenizer
-        self._ends = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
-        self._ends[list(end_ids)] = True
-        self._named = named
+    def __init__(self, tokens: GrammarTokens) -> None:
+        """Raises ValueError with the reason if llguidance can't use a tokenizer."""
+        self._tokenizer = LLTokenizer(
+            tokens.tokenizer_json, n_vocab=tokens.width, eos_token=list(tokens.end_ids)
+        )
+        self._ends = np.zeros(tokens.width, dtype=np.bool_)
+        self._ends[list(tokens.end_ids)] = True
+        self._named = tokens.named
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int) -> Self:
-        """For the target in `folder`, whose head has `vocab_size` rows (the tokenizer's vocabulary
-        may be smaller). Raises ConfigError if its answers can't be constrained."""
+    def load(cls, folder: Path, width: int) -> Self:
+        """For the target in `folder`, whose head has `width` rows (the tokenizer's vocabulary may
+        be smaller). Raises ConfigError if its answers can't be constrained."""
         tokenizer = Tokenizer.load(folder)
-        end_ids = sorted(eos_token_ids(folder, tokenizer))
+        tokens = GrammarTokens.of(folder, tokenizer, width)
         try:
-            grammars = cls(_convert(tokenizer, vocab_size, end_ids), end_ids, tokenizer.vocab_size)
+            grammars = cls(tokens)
         except ValueError as error:
-            raise ConfigError(
-                f"Answers of {folder} can't be constrained by a grammar: {error}"
-            ) from error
+            raise _unusable(folder, str(error)) from error
         grammars._check_bytes(tokenizer, folder)
         return grammars
 
@@ -106,10 +129,8 @@ class Grammars:
         known = (i for i in ids if not self._tokenizer.is_special_token(i))
         text = b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")
         if text.lstrip(" ") != tokenizer.decode(ids).lstrip(" "):
-            raise ConfigError(
-                f"Answers of {folder} can't be constrained by a grammar: the bytes of its tokens "
-                f"are not known ({text!r} for {tokenizer.decode(ids)!r})."
-            )
+            known_as = f"{text!r} for {tokenizer.decode(ids)!r}"
+            raise _unusable(folder, f"the bytes of its tokens are not known ({known_as})")
 
 
 class NoGrammars:
@@ -182,14 +203,8 @@ class Follower:
         return np.unpackbits(bits, count=len(self._ends), bitorder="little").view(np.bool_)
 
 
-def _convert(tokenizer: Tokenizer, vocab_size: int, end_ids: list[int]) -> LLTokenizer:
-    """Raises ValueError with the reason if llguidance can't use a tokenizer."""
-    if not end_ids:
-        raise ValueError("it names no end token")
-    text = tokenizer.to_json()
-    if text is None:
-        raise ValueError("its tokenizer has no tokenizer.json and can't be converted")
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=end_ids)
+def _unusable(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"Answers of {folder} can't be constrained by a grammar: {why}")
 
 
 def _lark(grammar: Grammar) -> str:
