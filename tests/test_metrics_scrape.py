@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -154,9 +155,13 @@ def watched_deployment(folder: Path) -> Iterator[Watched]:
         known = Known()
         for number in range(2):
             burst(served.url, known, number * REQUESTS)
-            for job in JOBS:
-                count = f'sum(ray_spd_generation_tokens_total{{job="{job}"}})'
-                watcher.wait_until(f"{count} == {known.generated}")
+            # Pipelines count tokens, ingresses requests; each process reports on its own.
+            told = {
+                "generation_tokens_total": known.generated,
+                "request_success_total": known.requests,
+            }
+            for job, (name, count) in product(JOBS, told.items()):
+                watcher.wait_until(f'sum(ray_spd_{name}{{job="{job}"}}) == {count}')
         yield Watched(served, watcher, known, collected)
 
 
@@ -197,7 +202,7 @@ def test_it_tells_what_the_clients_know(watched: Watched, job: str) -> None:
     for name, count in wanted.items():
         name, _, labels = name.partition("{")
         selector = f'ray_spd_{name}{{job="{job}"{", " + labels if labels else "}"}'
-        assert watched.prometheus.value(f"sum({selector})") == count, name
+        watched.prometheus.wait_until(f"sum({selector}) == {count}")
     pipelines = f'count(ray_spd_generation_tokens_total{{job="{job}"}} > 0)'
     assert watched.prometheus.value(pipelines) == 2, "both pipelines had work"
     finished = f'count(sum by (replica) (ray_spd_request_success_total{{job="{job}"}}) > 0)'

@@ -23,6 +23,7 @@ from service.messages import (
 )
 from service.pipeline.graph import Graph
 from service.pipeline.local_graph import LocalGraph
+from service.text.grammar import GrammarTokens
 from service.text.stream import TextStream
 from service.text.tokenizer import Tokenizer
 from tests.test_scheduler import PlainText
@@ -200,7 +201,9 @@ def _grammar() -> Grammar:
 def test_a_grammar_is_followed_from_where_it_was(tmp_path: Path, default_model: Path) -> None:
     folder = toy_chat_target(tmp_path / "toy", default_model, layers=4)
     tokenizer = Tokenizer.load(folder)
-    graph = LocalGraph(blueprint(folder, 2, slots=2, max_len=MAX_LEN))
+    toy = blueprint(folder, 2, slots=2, max_len=MAX_LEN)
+    tokens = GrammarTokens.of(folder, tokenizer, toy.spec.target.vocab_size)
+    graph = LocalGraph(replace(toy, spec=replace(toy.spec, grammar_tokens=tokens)))
     pipeline = Pipeline(
         graph, 2, tokenizer.decode, uses_pdm=False, eos=frozenset({tokenizer.eos_token_id})
     )
